@@ -1,0 +1,292 @@
+"""The exact filter: dense covariance, sequential over tokens, backward by hand.
+
+    P̂ = (α αᵀ) ⊙ P₋ + diag(ω)      h = P̂ k      z = kᵀh      g = h/(r + z)
+    P = P̂ − c h hᵀ                  c = μ/(r + μ z)
+
+Subtracting c h hᵀ leaves a variance along k that can be 10⁶ times smaller than what it is taken from (long
+keys, small r), and float32 would get it wrong in its first digits. Joseph's form, the same in exact
+arithmetic, multiplies what rounding left along k by that small factor once more. With κ = c h:
+
+    A = P̂ − κ hᵀ        P = A − (A k) κᵀ + (r/μ) κ κᵀ
+
+There is no chunk form: the recursion of P is a Riccati equation of the whole matrix. Cost per token and
+head: about 12 K² flop forward and three times that backward, and as many passes over K² numbers; memory:
+one P every `EVERY` tokens, plus `EVERY` of them while going back.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kdn.ops.backends.torch.layout import Plan, most_chunks, plan
+
+EVERY = 32  # about √T at the lengths where the exact filter is affordable
+
+
+class _Tokens(NamedTuple):
+    """The inputs in plan order, one token per row: [B·T, H, …]."""
+
+    k: Tensor
+    alpha: Tensor  # [..., K or 1]
+    w: Tensor
+    r: Tensor  # [..., 1]
+
+
+def _tokens(
+    cut: Plan,
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    dtype: torch.dtype,
+) -> _Tokens:
+    keys, w, r = (cut.gather(x)[:, 0].to(dtype) for x in (k, process_noise, obs_noise[..., None]))
+    if log_decay is None:
+        return _Tokens(keys, torch.ones_like(r), w, r)
+    log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
+    return _Tokens(keys, cut.gather(log_decay)[:, 0].to(dtype).exp(), w, r)
+
+
+def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector[..., None])[..., 0]
+
+
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    return x[..., :, None] * y[..., None, :]
+
+
+def _step(cov: Tensor, x: _Tokens, mu: Tensor) -> tuple[Tensor, ...]:
+    """P₋ [N, H, K, K], one round of tokens → P̂, h, z, c, P."""
+    prior = cov * _outer(x.alpha, x.alpha)
+    prior.diagonal(dim1=-2, dim2=-1).add_(x.w)
+    h = _times(prior, x.k)
+    z = (h * x.k).sum(-1, keepdim=True)
+    c = mu / (x.r + mu * z)
+    kappa = c * h
+    cov = prior - _outer(kappa, h)
+    left = x.r / mu * kappa - _times(cov, x.k)
+    return prior, h, z, c, cov.add_(_outer(left, kappa))
+
+
+def _rounds(x: _Tokens, round_: tuple[int, int]) -> _Tokens:
+    first, count = round_
+    return _Tokens(*(part[first : first + count] for part in x))
+
+
+def _segments(cut: Plan) -> list[list[tuple[int, int]]]:
+    return [cut.rounds[i : i + EVERY] for i in range(0, len(cut.rounds), EVERY)]
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2
+
+
+@torch.library.custom_op("kdn_torch::exact_gain", mutates_args=())
+def _exact(
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    return_prior: bool,
+    for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gain, final covariance, prior (if asked), P at the start of every segment (for_backward)."""
+    dtype, cut = mu.dtype, plan(k, cu_seqlens, 1)
+    x = _tokens(cut, k, log_decay, process_noise, obs_noise, dtype)
+    heads, width = k.shape[2:]
+    if initial_cov is None:
+        cov = torch.eye(width, dtype=dtype, device=k.device)
+        cov = cov.repeat(len(cut.order), heads, 1, 1)
+    else:
+        cov = _symmetric(initial_cov[cut.order].to(dtype))
+    gain = torch.empty_like(x.k)
+    room = most_chunks(k, cu_seqlens, EVERY) if for_backward else 0
+    kept, used = cov.new_empty(room, heads, width, width), 0
+    priors = k.new_empty(len(x.k) if return_prior else 0, heads, width, width, dtype=dtype)
+    for rounds in _segments(cut):
+        if for_backward:
+            kept[used : used + rounds[0][1]] = cov[: rounds[0][1]]
+            used += rounds[0][1]
+        for first, count in rounds:
+            now = _rounds(x, (first, count))
+            prior, h, z, _, posterior = _step(cov[:count], now, mu[:, None])
+            cov[:count] = posterior
+            gain[first : first + count] = h / (now.r + z)
+            if return_prior:
+                priors[first : first + count] = prior
+    gain_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    cut.scatter(gain[:, None], gain_out)
+    prior_out = priors
+    if return_prior:
+        prior_out = priors.new_empty(*k.shape, width)
+        cut.scatter(priors[:, None], prior_out)
+    cov_out = torch.empty_like(cov)
+    cov_out[cut.order] = cov
+    return gain_out, cov_out, prior_out, kept
+
+
+@torch.library.custom_op("kdn_torch::exact_gain_backward", mutates_args=())
+def _exact_backward(
+    d_gain: Tensor | None,
+    d_cov: Tensor | None,
+    d_prior: Tensor | None,
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of k, log_decay, process_noise, obs_noise, mu, initial_cov (empty where there is none)."""
+    dtype, cut = mu.dtype, plan(k, cu_seqlens, 1)
+    x = _tokens(cut, k, log_decay, process_noise, obs_noise, dtype)
+    heads, width = k.shape[2:]
+    dg = None if d_gain is None else cut.gather(d_gain)[:, 0].to(dtype)
+    dp = None if d_prior is None else cut.gather(d_prior)[:, 0].to(dtype)
+    if d_cov is None:
+        d = mu.new_zeros(len(cut.order), heads, width, width)
+    else:
+        d = _symmetric(d_cov[cut.order].to(dtype))
+    d_k, d_w, d_r = torch.empty_like(x.k), torch.empty_like(x.w), torch.empty_like(x.r)
+    d_log, d_mu = torch.empty_like(x.alpha), torch.zeros_like(mu)
+    scale = mu[:, None]
+    last = sum(rounds[0][1] for rounds in _segments(cut))
+    for rounds in reversed(_segments(cut)):
+        entering = kept[last - rounds[0][1] : last]
+        last -= rounds[0][1]
+        steps = []
+        for first, count in rounds:
+            entering = entering[:count]
+            prior, h, z, c, posterior = _step(entering, _rounds(x, (first, count)), scale)
+            steps.append((entering, prior, h, z, c))
+            entering = posterior
+        for (first, count), (before, prior, h, z, c) in zip(
+            reversed(rounds), reversed(steps), strict=True
+        ):
+            now, rows = _rounds(x, (first, count)), slice(first, first + count)
+            d_posterior = d[:count]
+            d_h = _times(d_posterior, h)
+            d_c = -(h * d_h).sum(-1, keepdim=True)
+            d_h *= -2 * c
+            d_gamma = torch.zeros_like(z)
+            if dg is not None:
+                gamma = now.r + z
+                d_gamma = -(dg[rows] * h).sum(-1, keepdim=True) / gamma**2
+                d_h += dg[rows] / gamma
+            d_z = d_gamma - d_c * c**2
+            d_r[rows] = d_gamma - d_c * c**2 / scale
+            d_mu += (d_c * now.r * c**2).sum((0, 2)) / mu**2
+            d_h += d_z * now.k
+            d_k[rows] = d_z * h + _times(prior, d_h)
+            d_posterior += _symmetric(_outer(d_h, now.k))  # now ∂P̂
+            if dp is not None:
+                d_posterior += _symmetric(dp[rows])
+            d_w[rows] = d_posterior.diagonal(dim1=-2, dim2=-1)
+            d_posterior *= _outer(now.alpha, now.alpha)  # now ∂P₋
+            d_alpha = 2 * (d_posterior * before).sum(-1)
+            d_log[rows] = d_alpha if d_log.shape[-1] == width else d_alpha.sum(-1, keepdim=True)
+    outs = [x_.new_empty(x_.shape) for x_ in (k, process_noise, obs_noise)]
+    out_k, out_w, out_r = outs
+    cut.scatter(d_k[:, None], out_k)
+    cut.scatter(d_w[:, None], out_w)
+    cut.scatter(d_r[:, None, :, 0], out_r)
+    out_decay, out_cov = k.new_empty(0), k.new_empty(0)
+    if log_decay is not None:
+        out_decay = log_decay.new_empty(log_decay.shape)
+        cut.scatter((d_log if log_decay.ndim == 4 else d_log[..., 0])[:, None], out_decay)
+    if initial_cov is not None:
+        out_cov = initial_cov.new_empty(initial_cov.shape)
+        out_cov[cut.order] = d.to(out_cov.dtype)
+    return out_k, out_decay, out_w, out_r, d_mu, out_cov
+
+
+@_exact.register_fake
+def _(
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    return_prior: bool,
+    for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, _, heads, width = k.shape
+    n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    room = most_chunks(k, cu_seqlens, EVERY) if for_backward else 0
+    prior_shape = (*k.shape, width) if return_prior else (0, heads, width, width)
+    return (
+        torch.empty_like(k, memory_format=torch.contiguous_format),
+        k.new_empty(n, heads, width, width, dtype=mu.dtype),
+        k.new_empty(prior_shape, dtype=mu.dtype),
+        k.new_empty(room, heads, width, width, dtype=mu.dtype),
+    )
+
+
+@_exact_backward.register_fake
+def _(
+    d_gain: Tensor | None,
+    d_cov: Tensor | None,
+    d_prior: Tensor | None,
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (k, log_decay, process_noise, obs_noise, mu, initial_cov)
+    d_k, d_decay, d_w, d_r, d_mu, d_cov_ = (
+        k.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs
+    )
+    return d_k, d_decay, d_w, d_r, d_mu, d_cov_
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    *tensors, _, _ = inputs
+    ctx.mark_non_differentiable(output[3])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[3])
+
+
+def _differentiate(
+    ctx: torch.autograd.function.FunctionCtx,
+    d_gain: Tensor | None,
+    d_cov: Tensor | None,
+    d_prior: Tensor | None,
+    _: None,
+) -> tuple[Tensor | None, ...]:
+    *tensors, kept = ctx.saved_tensors
+    grads = _exact_backward(d_gain, d_cov, d_prior, *tensors, kept)
+    wanted = [None if x is None else d for x, d in zip(tensors, grads, strict=False)]
+    return (*wanted, None, None, None)
+
+
+_exact.register_autograd(_differentiate, setup_context=_save)
+
+
+def exact_gain(
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    info_scale: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    return_prior: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    tensors = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov)
+    for_backward = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in tensors
+    )
+    gain, cov, prior, _ = _exact(*tensors, cu_seqlens, return_prior, for_backward)
+    return gain, cov, prior if return_prior else None

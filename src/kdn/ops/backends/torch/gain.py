@@ -1,0 +1,369 @@
+"""The diagonal and isotropic gains: one Möbius scan over channels, forward and backward by hand.
+
+Both track independent variances p, X of them per head (K for diagonal, 1 for isotropic), by
+
+    p̂_t = a_t p_{t−1} + ω_t        p_t = p̂_t / (1 + u_t p̂_t)        u_t = μ e_t / (r_t K/X)
+
+where e is k² per channel (diagonal) or ‖k‖² (isotropic) and a is α² or its mean. The gain is
+g = p̂ k/γ with γ = r + Σ p̂ e. As a map of (n, d), p = n/d, the recursion is linear: h = a n + ω d,
+then (n, d) ← (h, d + u h). Three passes:
+
+    1  every chunk's product of 2×2 matrices, all chunks at once          (summary)
+    2  the state entering every chunk, chunk after chunk                  (carry)
+    3  every token's p̂ from there, all chunks at once                     (replay)
+
+(n, d) is homogeneous: after every product, matrices and vectors are divided by their largest entry, so
+nothing overflows however small ω is. The entries are ≥ 0 and d never vanishes, since d ← d + u h ≥ d.
+
+The backward pass is an affine scan in reverse, in the same three passes. With ∂p̂ what reaches p̂_t from
+the gain and ∂p_t what reaches p_t from later tokens,
+
+    ∂p̂_t ← ∂p̂_t + c_t ∂p_t        ∂p_{t−1} = a_t ∂p̂_t        c_t = dp_t/dp̂_t = 1/(1 + u_t p̂_t)²
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kdn.ops.backends.torch.layout import Plan, chunk_size, most_chunks, plan
+
+CHUNK = 256
+
+
+class _Chunks(NamedTuple):
+    """The inputs cut into chunks, and what both passes derive from them. Axes: [rows, C, H, K or X]."""
+
+    k: Tensor
+    alpha2: Tensor  # [..., K or 1] α², before isotropic's mean
+    a: Tensor  # [..., X or 1]
+    w: Tensor
+    r: Tensor  # [..., 1]
+    e: Tensor
+    evidence: Tensor  # [..., 1] μ / (r K/X)
+    u: Tensor
+
+
+def _cut(
+    cut: Plan,
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    diagonal: bool,
+) -> _Chunks:
+    dtype, width = mu.dtype, k.shape[-1]
+    keys = cut.gather(k).to(dtype)
+    if log_decay is None:
+        alpha2 = keys.new_ones(1, 1, 1, 1).expand(*keys.shape[:3], 1)
+    else:
+        log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
+        alpha2 = cut.gather(log_decay).to(dtype).mul(2).exp_()
+    w = cut.gather(process_noise if diagonal else process_noise[..., None]).to(dtype)
+    r = cut.gather(obs_noise[..., None]).to(dtype)
+    if cut.valid is not None:  # any positive number: padding has k = 0, ω = 0 and α = 1
+        r = r.masked_fill(~cut.valid[..., None, None], 1)
+    if diagonal:
+        e, a, share = keys * keys, alpha2, 1
+    else:
+        e, a, share = _sum(keys * keys), alpha2.mean(-1, keepdim=True), width
+    evidence = mu[:, None] / (r * share)
+    return _Chunks(keys, alpha2, a, w, r, e, evidence, e * evidence)
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True)
+
+
+# --- the scan: a, w, u [rows, C, H, X] in plan order ---
+
+
+def _priors(c: _Chunks, p0: Tensor, cut: Plan, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """p0 [N, H, X] → p̂ of every token, p entering every chunk [room ≥ rows, H, X], final p [N, H, X]."""
+    final = p0.clone()
+    entering = p0.new_empty(room, *p0.shape[1:])
+    if len(cut.rounds) == 1:
+        entering[: len(c.w)] = p0[: len(c.w)]
+    else:
+        matrix_n, matrix_d = _summaries(c)
+        n, d = p0.clone(), torch.ones_like(p0)
+        for first, count in cut.rounds:
+            rows = slice(first, first + count)
+            torch.div(n[:count], d[:count], out=entering[rows])
+            h = matrix_n[0, rows] * n[:count] + matrix_n[1, rows] * d[:count]
+            d = matrix_d[0, rows] * n[:count] + matrix_d[1, rows] * d[:count]
+            largest = torch.maximum(h, d)
+            n, d = h / largest, d / largest
+    prior, p = torch.empty_like(c.w), entering[: len(c.w)]
+    for t in range(cut.chunk):
+        torch.addcmul(c.w[:, t], c.a[:, t], p, out=prior[:, t])
+        p = prior[:, t] / (c.u[:, t] * prior[:, t] + 1)
+    for first, count in cut.rounds:
+        final[:count] = p[first : first + count]
+    return prior, entering, final
+
+
+def _summaries(c: _Chunks) -> tuple[Tensor, Tensor]:
+    """Each chunk's matrix [[n0, n1], [d0, d1]], as n, d [2, rows, H, X]."""
+    n = torch.zeros_like(c.w[:, 0]).expand(2, -1, -1, -1).contiguous()
+    d = torch.zeros_like(n)
+    n[0], d[1] = 1, 1
+    for t in range(c.w.shape[1]):
+        h = torch.addcmul(c.w[:, t] * d, c.a[:, t], n)
+        d.addcmul_(c.u[:, t], h)
+        largest = torch.maximum(h, d).amax(0)
+        n = h.div_(largest)
+        d.div_(largest)
+    return n, d
+
+
+def _reverse(a: Tensor, c: Tensor, x: Tensor, final: Tensor, cut: Plan) -> Tensor:
+    """Turn, in place, x from the gain's ∂p̂ to the whole ∂p̂, and c to c ∂p; return ∂p_0 [N, H, X].
+
+    `final` is the gradient of the final p.
+    """
+    left = final.clone()
+    entering = torch.empty_like(x[:, 0])
+    if len(cut.rounds) == 1:
+        entering.copy_(final[: entering.shape[0]])
+    else:
+        slope, offset = torch.ones_like(entering), torch.zeros_like(entering)
+        for t in reversed(range(cut.chunk)):
+            offset = torch.addcmul(x[:, t], c[:, t], offset).mul_(a[:, t])
+            slope.mul_(c[:, t]).mul_(a[:, t])
+        for first, count in reversed(cut.rounds):
+            rows = slice(first, first + count)
+            entering[rows] = left[:count]
+            left[:count] = torch.addcmul(offset[rows], slope[rows], left[:count])
+    p = entering
+    for t in reversed(range(cut.chunk)):
+        c[:, t].mul_(p)
+        x[:, t].add_(c[:, t])
+        p = a[:, t] * x[:, t]
+    if len(cut.rounds) == 1:
+        left[: p.shape[0]] = p
+    return left
+
+
+# --- the operators ---
+
+
+def _initial(
+    cov: Tensor | None, k: Tensor, cut: Plan, dtype: torch.dtype, diagonal: bool
+) -> Tensor:
+    """p_0 [N, H, X] in plan order."""
+    width = k.shape[-1] if diagonal else 1
+    if cov is None:
+        return k.new_ones(len(cut.order), k.shape[2], width, dtype=dtype)
+    return (cov if diagonal else cov[..., None])[cut.order].to(dtype)
+
+
+@torch.library.custom_op("kdn_torch::gain", mutates_args=())
+def _gain(
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    diagonal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gain, final covariance, prior, and the covariance entering every chunk."""
+    cut = plan(k, cu_seqlens, CHUNK)
+    c = _cut(cut, k, log_decay, process_noise, obs_noise, mu, diagonal)
+    p0 = _initial(initial_cov, k, cut, mu.dtype, diagonal)
+    prior, entering, final = _priors(c, p0, cut, most_chunks(k, cu_seqlens, cut.chunk))
+    inverse = (_sum(prior * c.e) + c.r).reciprocal_()
+    gain_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    cut.scatter((prior * inverse).mul_(c.k) if diagonal else prior * inverse * c.k, gain_out)
+    prior_out = torch.empty_like(
+        process_noise, dtype=mu.dtype, memory_format=torch.contiguous_format
+    )
+    cov_out = torch.empty_like(final)
+    cov_out[cut.order] = final
+    if diagonal:
+        cut.scatter(prior, prior_out)
+        return gain_out, cov_out, prior_out, entering
+    cut.scatter(prior[..., 0], prior_out)
+    return gain_out, cov_out[..., 0], prior_out, entering
+
+
+@torch.library.custom_op("kdn_torch::gain_backward", mutates_args=())
+def _gain_backward(
+    d_gain: Tensor | None,
+    d_cov: Tensor | None,
+    d_prior: Tensor | None,
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    diagonal: bool,
+    prior_out: Tensor,
+    entering: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of k, log_decay, process_noise, obs_noise, mu, initial_cov (empty where there is none)."""
+    cut, dtype = plan(k, cu_seqlens, CHUNK), mu.dtype
+    c = _cut(cut, k, log_decay, process_noise, obs_noise, mu, diagonal)
+    prior = cut.gather(prior_out if diagonal else prior_out[..., None])
+    shrink = (c.u * prior).add_(1).reciprocal_()  # 1/(1 + u p̂)
+    before = torch.empty_like(prior)  # p_{t−1}
+    before[:, 0] = entering[: len(before)]
+    torch.mul(prior[:, :-1], shrink[:, :-1], out=before[:, 1:])
+    inverse = (_sum(prior * c.e) + c.r).reciprocal_()  # 1/γ
+
+    if d_gain is None:
+        d_k = torch.zeros_like(c.k)
+        d_gamma = torch.zeros_like(c.r)
+        x = torch.zeros_like(prior)
+    else:
+        dg = cut.gather(d_gain).to(dtype)
+        dg_k = dg * c.k
+        dg_k = dg_k if diagonal else _sum(dg_k)
+        d_k = dg.mul_(inverse).mul_(prior)
+        d_gamma = -_sum(dg_k * prior) * inverse.square()
+        x = dg_k.mul_(inverse).addcmul_(d_gamma, c.e)
+    if d_prior is not None:
+        x += cut.gather(d_prior if diagonal else d_prior[..., None]).to(dtype)
+    final = torch.zeros(len(cut.order), *prior.shape[2:], dtype=dtype, device=k.device)
+    if d_cov is not None:
+        final += (d_cov if diagonal else d_cov[..., None])[cut.order]
+
+    slope = shrink.square_()
+    left = _reverse(c.a, slope, x, final, cut)
+    d_u = slope.mul_(prior).mul_(prior).neg_()  # slope now holds c ∂p
+    d_e = (d_u * c.evidence).addcmul_(d_gamma, prior)
+    d_k.addcmul_(d_e, c.k, value=2)
+    d_r = d_gamma - _sum(d_u * c.u) / c.r
+    d_mu = (d_u * c.u).sum((0, 1, 3)) / mu
+    d_a = before.mul_(x)
+
+    out_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+    cut.scatter(d_k, out_k)
+    out_w = torch.empty_like(process_noise, memory_format=torch.contiguous_format)
+    cut.scatter(x if diagonal else x[..., 0], out_w)
+    out_r = torch.empty_like(obs_noise, memory_format=torch.contiguous_format)
+    cut.scatter(d_r[..., 0], out_r)
+    out_decay, out_cov = k.new_empty(0), k.new_empty(0)
+    if log_decay is not None:
+        share = 1 if diagonal else c.alpha2.shape[-1]
+        d_log = d_a * c.alpha2 * (2 / share)
+        out_decay = torch.empty_like(log_decay, memory_format=torch.contiguous_format)
+        cut.scatter(d_log if log_decay.ndim == 4 else d_log.sum(-1), out_decay)
+    if initial_cov is not None:
+        out_cov = torch.empty_like(left, dtype=initial_cov.dtype)
+        out_cov[cut.order] = left.to(initial_cov.dtype)
+        out_cov = out_cov if diagonal else out_cov[..., 0]
+    return out_k, out_decay, out_w, out_r, d_mu, out_cov
+
+
+@_gain.register_fake
+def _(
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    diagonal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tail = k.shape[2:] if diagonal else k.shape[2:3]
+    rows = most_chunks(k, cu_seqlens, chunk_size(k, cu_seqlens, CHUNK))
+    return (
+        torch.empty_like(k, memory_format=torch.contiguous_format),
+        k.new_empty(n, *tail, dtype=mu.dtype),
+        k.new_empty(process_noise.shape, dtype=mu.dtype),
+        k.new_empty(rows, k.shape[2], k.shape[3] if diagonal else 1, dtype=mu.dtype),
+    )
+
+
+@_gain_backward.register_fake
+def _(
+    d_gain: Tensor | None,
+    d_cov: Tensor | None,
+    d_prior: Tensor | None,
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    mu: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    diagonal: bool,
+    prior_out: Tensor,
+    entering: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (k, log_decay, process_noise, obs_noise, mu, initial_cov)
+    k_, decay, w, r, mu_, cov = (
+        k.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs
+    )
+    return k_, decay, w, r, mu_, cov
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.diagonal = inputs
+    _, _, prior, entering = output
+    ctx.mark_non_differentiable(entering)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, prior, entering)
+
+
+def _differentiate(
+    ctx: torch.autograd.function.FunctionCtx,
+    d_gain: Tensor | None,
+    d_cov: Tensor | None,
+    d_prior: Tensor | None,
+    _: None,
+) -> tuple[Tensor | None, ...]:
+    *tensors, prior, entering = ctx.saved_tensors
+    grads = _gain_backward(d_gain, d_cov, d_prior, *tensors, ctx.diagonal, prior, entering)
+    d_k, d_decay, d_w, d_r, d_mu, d_initial = grads
+    return (
+        d_k,
+        None if tensors[1] is None else d_decay,
+        d_w,
+        d_r,
+        d_mu,
+        None if tensors[5] is None else d_initial,
+        None,
+        None,
+    )
+
+
+_gain.register_autograd(_differentiate, setup_context=_save)
+
+
+def diagonal_gain(
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    info_scale: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    return_prior: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    arguments = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov, cu_seqlens)
+    gain, cov, prior, _ = _gain(*arguments, True)
+    return gain, cov, prior
+
+
+def isotropic_gain(
+    k: Tensor,
+    log_decay: Tensor | None,
+    process_noise: Tensor,
+    obs_noise: Tensor,
+    info_scale: Tensor,
+    initial_cov: Tensor | None,
+    cu_seqlens: Tensor | None,
+    return_prior: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    arguments = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov, cu_seqlens)
+    gain, cov, prior, _ = _gain(*arguments, False)
+    return gain, cov, prior
