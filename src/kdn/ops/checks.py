@@ -8,17 +8,12 @@ A NaN is not an error: it stays in its own sequence.
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def state_dtype(*arguments: object) -> torch.dtype:
-    """The precision of states and of all arithmetic: float64 if any argument is, else float32."""
-    wide = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in arguments)
-    return torch.float64 if wide else torch.float32
 
 
 def gain_arguments(
@@ -50,9 +45,7 @@ def gain_arguments(
     if isinstance(info_scale, Tensor):
         _tensor("info_scale", info_scale, "broadcastable to [H]")
         if info_scale.numel() not in (1, h) or info_scale.shape[-1:] not in ((), (1,), (h,)):
-            raise ValueError(
-                f"info_scale must broadcast to [H] = [{h}], got shape {list(info_scale.shape)}"
-            )
+            raise ValueError(f"info_scale must broadcast to [H] = [{h}], got shape {list(info_scale.shape)}")
     elif not info_scale > 0:
         raise ValueError(f"info_scale must be > 0, got {info_scale}")
     _one_device(
@@ -88,9 +81,7 @@ def memory_arguments(
     _nonempty("q", q)
     _tensor("v", v, "[B, T, H, V]", rank=4)
     if v.shape[:3] != q.shape[:3]:
-        raise ValueError(
-            f"v must be [B, T, H, V] with B, T, H = {[b, t, h]} as in q, got {list(v.shape)}"
-        )
+        raise ValueError(f"v must be [B, T, H, V] with B, T, H = {[b, t, h]} as in q, got {list(v.shape)}")
     _nonempty("v", v)
     if k is not None:
         _shape("k", k, (b, t, h, width))
@@ -110,7 +101,7 @@ def sequence_offsets(offsets: Sequence[int], time: int) -> None:
         raise ValueError(
             f"cu_seqlens must start at 0 and end at T = {time}, got {offsets[0]} … {offsets[-1]}"
         )
-    for i, (left, right) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (left, right) in enumerate(pairwise(offsets)):
         if right < left:
             raise ValueError(
                 f"cu_seqlens must not decrease, got {left} then {right} at positions {i} and {i + 1}"
@@ -167,8 +158,7 @@ def _sequences(cu_seqlens: object, batch: int, time: int) -> int:
         raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
-            f"cu_seqlens must hold the N + 1 offsets of N ≥ 1 sequences, got shape "
-            f"{list(cu_seqlens.shape)}"
+            f"cu_seqlens must hold the N + 1 offsets of N ≥ 1 sequences, got shape {list(cu_seqlens.shape)}"
         )
     if batch != 1:
         raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got {batch}")

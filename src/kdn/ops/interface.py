@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kdn.ops import checks, registry
+from kdn.ops.precision import state_dtype
 
 __all__ = ["delta_memory", "diagonal_gain", "exact_gain", "isotropic_gain"]
 
@@ -27,11 +28,9 @@ def _gain(
     return_prior: bool,
     backend: str | None,
 ) -> tuple[Tensor, ...]:
-    checks.gain_arguments(
-        name, k, log_decay, process_noise, obs_noise, info_scale, initial_cov, cu_seqlens
-    )
+    checks.gain_arguments(name, k, log_decay, process_noise, obs_noise, info_scale, initial_cov, cu_seqlens)
     tensors = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov)
-    dtype = checks.state_dtype(*tensors)
+    dtype = state_dtype(*tensors)
     heads = k.shape[2]
     if isinstance(info_scale, Tensor):
         # The reshape drops leading 1s, so that (1, 1, H) works as broadcasting users expect.
@@ -169,7 +168,7 @@ def delta_memory(
 ) -> tuple[Tensor, Tensor]:
     """The one memory: decay, erase what is read at k, write the residual along the gain, read at q.
 
-        S_t = (I − g_t k_tᵀ) D_t S_{t−1} + g_t v_tᵀ        o_t = τ S_tᵀ q_t        D_t = diag(exp(log_decay_t))
+        S_t = (I − g_t k_tᵀ) D_t S_{t−1} + g_t v_tᵀ      o_t = τ S_tᵀ q_t      D_t = diag(exp(log_decay_t))
 
     q, gain: B T H K. k: B T H K, or None for pure addition. v: B T H V. log_decay: B T H K, B T H or
     None (no decay). scale τ: None is K ** −0.5. initial_state: B H K V, None is zero.
@@ -180,7 +179,5 @@ def delta_memory(
     checks.memory_arguments(q, k, v, gain, log_decay, initial_state, cu_seqlens)
     tau = q.shape[-1] ** -0.5 if scale is None else float(scale)
     operation = registry.choose(backend, q.device).delta_memory
-    result: tuple[Tensor, Tensor] = operation(
-        q, k, v, gain, log_decay, tau, initial_state, cu_seqlens
-    )
+    result: tuple[Tensor, Tensor] = operation(q, k, v, gain, log_decay, tau, initial_state, cu_seqlens)
     return result

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kdn.ops.checks import state_dtype
+from kdn.ops.precision import state_dtype, without_autocast
 
 RANK = 0
 
@@ -44,12 +44,12 @@ def _isotropic(
     return β[..., None] * k, b_hat / (1 + u * b_hat), b_hat
 
 
-def _exact(
-    P: Tensor, k: Tensor, α: Tensor, ω: Tensor, r: Tensor, μ: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _exact(P: Tensor, k: Tensor, α: Tensor, ω: Tensor, r: Tensor, μ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     P_hat = α[..., :, None] * P * α[..., None, :] + torch.diag_embed(ω)
     Pk = (P_hat @ k[..., None])[..., 0]
     z = (k * Pk).sum(-1, keepdim=True)
+    # Rounding can leave z ≤ 0 where a long key has been seen before: such a direction counts as known.
+    Pk, z = Pk.where(z > 0, 0), z.clamp(min=0)
     κ = Pk / (r + z)
     # At μ = 1 this is the paper's P = (I − κ kᵀ) P̂.
     P = P_hat - (μ / (r + μ * z))[..., None] * Pk[..., :, None] * Pk[..., None, :]
@@ -89,6 +89,7 @@ def _filter(
     return torch.stack(gains, 1).to(k.dtype), torch.cat(finals), prior
 
 
+@without_autocast
 def delta_memory(
     q: Tensor,
     k: Tensor | None,
@@ -143,6 +144,7 @@ def _pieces(x: Tensor, cu_seqlens: Tensor | None) -> tuple[list[tuple[slice, ran
 # --- The public names ---
 
 
+@without_autocast
 def diagonal_gain(
     k: Tensor,
     log_decay: Tensor | None,
@@ -160,6 +162,7 @@ def diagonal_gain(
     return _filter(_diagonal, initial, *arguments, return_prior)
 
 
+@without_autocast
 def isotropic_gain(
     k: Tensor,
     log_decay: Tensor | None,
@@ -177,6 +180,7 @@ def isotropic_gain(
     return _filter(_isotropic, initial, *arguments, return_prior)
 
 
+@without_autocast
 def exact_gain(
     k: Tensor,
     log_decay: Tensor | None,

@@ -3,23 +3,23 @@
     P̂ = (α αᵀ) ⊙ P₋ + diag(ω)      h = P̂ k      z = kᵀh      g = h/(r + z)
     P = P̂ − c h hᵀ                  c = μ/(r + μ z)
 
-Subtracting c h hᵀ leaves a variance along k that can be 10⁶ times smaller than what it is taken from (long
-keys, small r), and float32 would get it wrong in its first digits. Joseph's form, the same in exact
-arithmetic, multiplies what rounding left along k by that small factor once more. With κ = c h:
-
-    A = P̂ − κ hᵀ        P = A − (A k) κᵀ + (r/μ) κ κᵀ
+All of it in float64. A matrix of float32 holds variances down to 10⁻⁷ of its largest only, and a token
+leaves r/‖k‖² along its key: with r = 0.01 and a key of norm 100 the next gain for that key would already
+be wrong in its second digit. Where even float64 has nothing left (z ≤ 0 by rounding) the direction
+counts as known: no gain, no update.
 
 There is no chunk form: the recursion of P is a Riccati equation of the whole matrix. Cost per token and
-head: about 12 K² flop forward and three times that backward, and as many passes over K² numbers; memory:
+head: about 8 K² flop forward and three times that backward, and as many passes over K² numbers; memory:
 one P every `EVERY` tokens, plus `EVERY` of them while going back.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kdn.ops.backends.torch.layout import Plan, most_chunks, plan
+from kdn.ops.precision import without_autocast
 
 EVERY = 32  # about √T at the lengths where the exact filter is affordable
 
@@ -39,13 +39,12 @@ def _tokens(
     log_decay: Tensor | None,
     process_noise: Tensor,
     obs_noise: Tensor,
-    dtype: torch.dtype,
 ) -> _Tokens:
-    keys, w, r = (cut.gather(x)[:, 0].to(dtype) for x in (k, process_noise, obs_noise[..., None]))
+    keys, w, r = (cut.gather(x)[:, 0].double() for x in (k, process_noise, obs_noise[..., None]))
     if log_decay is None:
         return _Tokens(keys, torch.ones_like(r), w, r)
     log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
-    return _Tokens(keys, cut.gather(log_decay)[:, 0].to(dtype).exp(), w, r)
+    return _Tokens(keys, cut.gather(log_decay)[:, 0].double().exp(), w, r)
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -62,11 +61,9 @@ def _step(cov: Tensor, x: _Tokens, mu: Tensor) -> tuple[Tensor, ...]:
     prior.diagonal(dim1=-2, dim2=-1).add_(x.w)
     h = _times(prior, x.k)
     z = (h * x.k).sum(-1, keepdim=True)
+    h, z = h.where(z > 0, 0), z.clamp(min=0)
     c = mu / (x.r + mu * z)
-    kappa = c * h
-    cov = prior - _outer(kappa, h)
-    left = x.r / mu * kappa - _times(cov, x.k)
-    return prior, h, z, c, cov.add_(_outer(left, kappa))
+    return prior, h, z, c, prior - _outer(c * h, h)
 
 
 def _rounds(x: _Tokens, round_: tuple[int, int]) -> _Tokens:
@@ -83,6 +80,7 @@ def _symmetric(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("kdn_torch::exact_gain", mutates_args=())
+@without_autocast
 def _exact(
     k: Tensor,
     log_decay: Tensor | None,
@@ -95,25 +93,25 @@ def _exact(
     for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gain, final covariance, prior (if asked), P at the start of every segment (for_backward)."""
-    dtype, cut = mu.dtype, plan(k, cu_seqlens, 1)
-    x = _tokens(cut, k, log_decay, process_noise, obs_noise, dtype)
+    cut = plan(k, cu_seqlens, 1)
+    x = _tokens(cut, k, log_decay, process_noise, obs_noise)
     heads, width = k.shape[2:]
     if initial_cov is None:
-        cov = torch.eye(width, dtype=dtype, device=k.device)
+        cov = torch.eye(width, dtype=torch.float64, device=k.device)
         cov = cov.repeat(len(cut.order), heads, 1, 1)
     else:
-        cov = _symmetric(initial_cov[cut.order].to(dtype))
-    gain = torch.empty_like(x.k)
+        cov = _symmetric(initial_cov[cut.order].double())
+    gain, scale = torch.empty_like(x.k), mu.double()[:, None]
     room = most_chunks(k, cu_seqlens, EVERY) if for_backward else 0
     kept, used = cov.new_empty(room, heads, width, width), 0
-    priors = k.new_empty(len(x.k) if return_prior else 0, heads, width, width, dtype=dtype)
+    priors = k.new_empty(len(x.k) if return_prior else 0, heads, width, width, dtype=mu.dtype)
     for rounds in _segments(cut):
         if for_backward:
             kept[used : used + rounds[0][1]] = cov[: rounds[0][1]]
             used += rounds[0][1]
         for first, count in rounds:
             now = _rounds(x, (first, count))
-            prior, h, z, _, posterior = _step(cov[:count], now, mu[:, None])
+            prior, h, z, _, posterior = _step(cov[:count], now, scale)
             cov[:count] = posterior
             gain[first : first + count] = h / (now.r + z)
             if return_prior:
@@ -124,12 +122,13 @@ def _exact(
     if return_prior:
         prior_out = priors.new_empty(*k.shape, width)
         cut.scatter(priors[:, None], prior_out)
-    cov_out = torch.empty_like(cov)
-    cov_out[cut.order] = cov
+    cov_out = torch.empty_like(cov, dtype=mu.dtype)
+    cov_out[cut.order] = cov.to(mu.dtype)
     return gain_out, cov_out, prior_out, kept
 
 
 @torch.library.custom_op("kdn_torch::exact_gain_backward", mutates_args=())
+@without_autocast
 def _exact_backward(
     d_gain: Tensor | None,
     d_cov: Tensor | None,
@@ -144,18 +143,18 @@ def _exact_backward(
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of k, log_decay, process_noise, obs_noise, mu, initial_cov (empty where there is none)."""
-    dtype, cut = mu.dtype, plan(k, cu_seqlens, 1)
-    x = _tokens(cut, k, log_decay, process_noise, obs_noise, dtype)
+    cut = plan(k, cu_seqlens, 1)
+    x = _tokens(cut, k, log_decay, process_noise, obs_noise)
     heads, width = k.shape[2:]
-    dg = None if d_gain is None else cut.gather(d_gain)[:, 0].to(dtype)
-    dp = None if d_prior is None else cut.gather(d_prior)[:, 0].to(dtype)
+    dg = None if d_gain is None else cut.gather(d_gain)[:, 0].double()
+    dp = None if d_prior is None else cut.gather(d_prior)[:, 0].double()
     if d_cov is None:
-        d = mu.new_zeros(len(cut.order), heads, width, width)
+        d = kept.new_zeros(len(cut.order), heads, width, width)
     else:
-        d = _symmetric(d_cov[cut.order].to(dtype))
+        d = _symmetric(d_cov[cut.order].double())
     d_k, d_w, d_r = torch.empty_like(x.k), torch.empty_like(x.w), torch.empty_like(x.r)
-    d_log, d_mu = torch.empty_like(x.alpha), torch.zeros_like(mu)
-    scale = mu[:, None]
+    scale = mu.double()[:, None]
+    d_log, d_mu = torch.empty_like(x.alpha), torch.zeros_like(scale[:, 0])
     last = sum(rounds[0][1] for rounds in _segments(cut))
     for rounds in reversed(_segments(cut)):
         entering = kept[last - rounds[0][1] : last]
@@ -166,9 +165,7 @@ def _exact_backward(
             prior, h, z, c, posterior = _step(entering, _rounds(x, (first, count)), scale)
             steps.append((entering, prior, h, z, c))
             entering = posterior
-        for (first, count), (before, prior, h, z, c) in zip(
-            reversed(rounds), reversed(steps), strict=True
-        ):
+        for (first, count), (before, prior, h, z, c) in zip(reversed(rounds), reversed(steps), strict=True):
             now, rows = _rounds(x, (first, count)), slice(first, first + count)
             d_posterior = d[:count]
             d_h = _times(d_posterior, h)
@@ -181,8 +178,8 @@ def _exact_backward(
                 d_h += dg[rows] / gamma
             d_z = d_gamma - d_c * c**2
             d_r[rows] = d_gamma - d_c * c**2 / scale
-            d_mu += (d_c * now.r * c**2).sum((0, 2)) / mu**2
-            d_h += d_z * now.k
+            d_mu += (d_c * now.r * c**2).sum((0, 2)) / scale[:, 0] ** 2
+            d_h = (d_h + d_z * now.k).where(z > 0, 0)
             d_k[rows] = d_z * h + _times(prior, d_h)
             d_posterior += _symmetric(_outer(d_h, now.k))  # now ∂P̂
             if dp is not None:
@@ -203,7 +200,7 @@ def _exact_backward(
     if initial_cov is not None:
         out_cov = initial_cov.new_empty(initial_cov.shape)
         out_cov[cut.order] = d.to(out_cov.dtype)
-    return out_k, out_decay, out_w, out_r, d_mu, out_cov
+    return out_k, out_decay, out_w, out_r, d_mu.to(mu.dtype), out_cov
 
 
 @_exact.register_fake
@@ -226,7 +223,7 @@ def _(
         torch.empty_like(k, memory_format=torch.contiguous_format),
         k.new_empty(n, heads, width, width, dtype=mu.dtype),
         k.new_empty(prior_shape, dtype=mu.dtype),
-        k.new_empty(room, heads, width, width, dtype=mu.dtype),
+        k.new_empty(room, heads, width, width, dtype=torch.float64),
     )
 
 
@@ -251,7 +248,7 @@ def _(
     return d_k, d_decay, d_w, d_r, d_mu, d_cov_
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, _, _ = inputs
     ctx.mark_non_differentiable(output[3])
     ctx.set_materialize_grads(False)
@@ -259,7 +256,7 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple
 
 
 def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx,
+    ctx: Any,
     d_gain: Tensor | None,
     d_cov: Tensor | None,
     d_prior: Tensor | None,
@@ -285,8 +282,6 @@ def exact_gain(
     return_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     tensors = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov)
-    for_backward = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in tensors
-    )
+    for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     gain, cov, prior, _ = _exact(*tensors, cu_seqlens, return_prior, for_backward)
     return gain, cov, prior if return_prior else None

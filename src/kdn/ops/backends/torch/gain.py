@@ -21,12 +21,13 @@ the gain and ∂p_t what reaches p_t from later tokens,
     ∂p̂_t ← ∂p̂_t + c_t ∂p_t        ∂p_{t−1} = a_t ∂p̂_t        c_t = dp_t/dp̂_t = 1/(1 + u_t p̂_t)²
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kdn.ops.backends.torch.layout import Plan, chunk_size, most_chunks, plan
+from kdn.ops.precision import without_autocast
 
 CHUNK = 256
 
@@ -149,9 +150,7 @@ def _reverse(a: Tensor, c: Tensor, x: Tensor, final: Tensor, cut: Plan) -> Tenso
 # --- the operators ---
 
 
-def _initial(
-    cov: Tensor | None, k: Tensor, cut: Plan, dtype: torch.dtype, diagonal: bool
-) -> Tensor:
+def _initial(cov: Tensor | None, k: Tensor, cut: Plan, dtype: torch.dtype, diagonal: bool) -> Tensor:
     """p_0 [N, H, X] in plan order."""
     width = k.shape[-1] if diagonal else 1
     if cov is None:
@@ -160,6 +159,7 @@ def _initial(
 
 
 @torch.library.custom_op("kdn_torch::gain", mutates_args=())
+@without_autocast
 def _gain(
     k: Tensor,
     log_decay: Tensor | None,
@@ -178,9 +178,7 @@ def _gain(
     inverse = (_sum(prior * c.e) + c.r).reciprocal_()
     gain_out = torch.empty_like(k, memory_format=torch.contiguous_format)
     cut.scatter((prior * inverse).mul_(c.k) if diagonal else prior * inverse * c.k, gain_out)
-    prior_out = torch.empty_like(
-        process_noise, dtype=mu.dtype, memory_format=torch.contiguous_format
-    )
+    prior_out = torch.empty_like(process_noise, dtype=mu.dtype, memory_format=torch.contiguous_format)
     cov_out = torch.empty_like(final)
     cov_out[cut.order] = final
     if diagonal:
@@ -191,6 +189,7 @@ def _gain(
 
 
 @torch.library.custom_op("kdn_torch::gain_backward", mutates_args=())
+@without_autocast
 def _gain_backward(
     d_gain: Tensor | None,
     d_cov: Tensor | None,
@@ -300,13 +299,11 @@ def _(
     entering: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (k, log_decay, process_noise, obs_noise, mu, initial_cov)
-    k_, decay, w, r, mu_, cov = (
-        k.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs
-    )
+    k_, decay, w, r, mu_, cov = (k.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
     return k_, decay, w, r, mu_, cov
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.diagonal = inputs
     _, _, prior, entering = output
     ctx.mark_non_differentiable(entering)
@@ -315,7 +312,7 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple
 
 
 def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx,
+    ctx: Any,
     d_gain: Tensor | None,
     d_cov: Tensor | None,
     d_prior: Tensor | None,

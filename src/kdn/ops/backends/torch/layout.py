@@ -6,6 +6,7 @@ sequences first. So the chunks of one round are neighbours, the sequences still 
 the states, and all that is serial in the whole backend is the loop over rounds.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from kdn.ops.checks import sequence_offsets
 
 
 class Plan(NamedTuple):
-    index: Tensor  # [rows, C] token of every chunk position, in the flattened [B·T] axis
+    tokens: Tensor  # [rows, C] the token at every chunk position, in the flattened [B·T] axis
     valid: Tensor | None  # [rows, C] False at padding; None where there is none
     rounds: list[tuple[int, int]]  # (first row, number of rows) of every round
     order: Tensor  # [N] the sequence whose state is at each position
@@ -23,7 +24,7 @@ class Plan(NamedTuple):
 
     def gather(self, x: Tensor, first: int = 0, count: int | None = None) -> Tensor:
         """Rows of x [B, T, …] as [rows, C, …]; padding reads as 0."""
-        index = self.index if count is None else self.index[first : first + count]
+        index = self.tokens if count is None else self.tokens[first : first + count]
         out = x.reshape(-1, *x.shape[2:])[index]
         if self.valid is None:
             return out
@@ -33,7 +34,7 @@ class Plan(NamedTuple):
     def scatter(self, chunks: Tensor, out: Tensor, first: int = 0) -> None:
         """Write chunks [rows, C, …] to their tokens of `out` [B, T, …], dropping padding."""
         rows = slice(first, first + chunks.shape[0])
-        index, flat = self.index[rows], out.view(-1, *out.shape[2:])
+        index, flat = self.tokens[rows], out.view(-1, *out.shape[2:])
         if self.valid is None:
             flat[index.flatten()] = chunks.flatten(0, 1).to(out.dtype)
         else:
@@ -68,7 +69,7 @@ def plan(x: Tensor, cu_seqlens: Tensor | None, longest_chunk: int) -> Plan:
         offsets = cu_seqlens.tolist()
         sequence_offsets(offsets, time)
         starts = offsets[:-1]
-        lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+        lengths = [b - a for a, b in pairwise(offsets)]
     chunk = chunk_size(x, cu_seqlens, longest_chunk)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     firsts: list[int] = []

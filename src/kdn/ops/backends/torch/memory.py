@@ -16,12 +16,14 @@ else; the backward pass recomputes the rest. Both go through the sequence in seg
 so that temporaries stay small, in cache on a CPU, and do not grow with the sequence.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kdn.ops.backends.torch.layout import Plan, chunk_size, most_chunks, plan
 from kdn.ops.backends.torch.products import Halves, products, products_backward
-from kdn.ops.checks import state_dtype
+from kdn.ops.precision import state_dtype, without_autocast
 
 CHUNK = 64  # 32 does as well; a power of two
 _SEGMENT_NUMBERS = {"cpu": 1 << 20}  # in one [chunks, H, C, K] temporary; other devices:
@@ -53,9 +55,7 @@ class _Segment:
         if log_decay is None:
             self.alpha = self.v.new_ones(1, 1, 1).expand(*self.v.shape[:2], 1)
         else:
-            self.alpha = self.load(
-                log_decay if log_decay.ndim == 4 else log_decay[..., None]
-            ).exp_()
+            self.alpha = self.load(log_decay if log_decay.ndim == 4 else log_decay[..., None]).exp_()
         rows = [self.q] if self.k is None else [self.q, self.k]
         self.x = torch.stack(rows, dim=2)
         self.x_alpha = self.x * self.alpha[:, :, None] if keep is not None else None
@@ -77,7 +77,7 @@ class _Segment:
     def load(self, x: Tensor) -> Tensor:
         """[B, T, H, X] → this segment's [R, C, X], in the working precision."""
         chunks = self.cut.gather(x, self.first, self.count)
-        return chunks.to(self.dtype).transpose(1, 2).reshape(-1, self.cut.chunk, x.shape[3])
+        return chunks.to(self.dtype).transpose(1, 2).contiguous().flatten(0, 1)
 
     def store(self, x: Tensor, out: Tensor) -> None:
         chunks = x.view(self.count, self.heads, *x.shape[1:]).transpose(1, 2)
@@ -89,9 +89,7 @@ class _Segment:
         return slice(start, start + round_[1] * self.heads)
 
 
-def _segments(
-    cut: Plan, numbers_per_chunk: int, device: torch.device
-) -> list[list[tuple[int, int]]]:
+def _segments(cut: Plan, numbers_per_chunk: int, device: torch.device) -> list[list[tuple[int, int]]]:
     budget = _SEGMENT_NUMBERS.get(device.type, _SEGMENT_NUMBERS_ELSEWHERE)
     segments: list[list[tuple[int, int]]] = []
     used = budget
@@ -105,9 +103,7 @@ def _segments(
     return segments
 
 
-def _ordered_state(
-    initial: Tensor | None, cut: Plan, q: Tensor, v: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _ordered_state(initial: Tensor | None, cut: Plan, q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
     """States [N·H, K, V] in plan order; a copy, since the loops write to it."""
     if initial is None:
         n = len(cut.order) * q.shape[2]
@@ -124,6 +120,7 @@ def _state_out(state: Tensor, cut: Plan, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("kdn_torch::memory", mutates_args=())
+@without_autocast
 def _memory(
     q: Tensor,
     k: Tensor | None,
@@ -163,6 +160,7 @@ def _memory(
 
 
 @torch.library.custom_op("kdn_torch::memory_backward", mutates_args=())
+@without_autocast
 def _memory_backward(
     d_out: Tensor | None,
     d_state: Tensor | None,
@@ -286,7 +284,7 @@ def _(
     return d_q, d_k, d_v, d_gain, d_decay, d_initial
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, gain, log_decay, ctx.scale, initial_state, cu_seqlens, _ = inputs
     kept = output[2]
     ctx.mark_non_differentiable(kept)
@@ -295,7 +293,7 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple
 
 
 def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx,
+    ctx: Any,
     d_out: Tensor | None,
     d_state: Tensor | None,
     _: None,
@@ -331,10 +329,6 @@ def delta_memory(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     tensors = (q, k, v, gain, log_decay, initial_state)
-    for_backward = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in tensors
-    )
-    out, state, _ = _memory(
-        q, k, v, gain, log_decay, scale, initial_state, cu_seqlens, for_backward
-    )
+    for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    out, state, _ = _memory(q, k, v, gain, log_decay, scale, initial_state, cu_seqlens, for_backward)
     return out, state

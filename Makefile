@@ -1,0 +1,62 @@
+# `make test` is all a fresh machine needs: it makes .venv, installs into it and runs every check.
+# A torch that is already in .venv is left alone; make PYTHON=python3.12 test picks the interpreter.
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint types clean
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.set-up
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+# With no NVIDIA GPU the newest torch would still bring gigabytes of CUDA on some package indexes,
+# and a tested version is worth more there than a new one.
+CPU_TORCH := torch==2.13.0
+
+help:
+	@echo "make test    set up .venv if needed, then lint, types and every test"
+	@echo "make lint    ruff: rules and format"
+	@echo "make types   mypy on src/kdn"
+	@echo "make clean   remove .venv, caches and build output"
+
+test: lint types
+	@echo "==> tests: pytest, two workers with one thread each"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	@echo "==> lint: ruff check, ruff format --check"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@echo "==> types: mypy"
+	@$(BIN)/mypy
+
+# Everything below runs once, and again when pyproject.toml has changed.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "kdn needs Python 3.11 or newer, name one: make PYTHON=/path/to/python test" \
+	         "('$(PYTHON)' says: $$($(PYTHON) -V 2>&1 | head -n 1))" >&2; \
+	    exit 1; \
+	}
+	@if ! $(PIP) --version >/dev/null 2>&1; then \
+	    echo "==> set-up: virtual environment in $(VENV) ($$($(PYTHON) -V))"; \
+	    $(PYTHON) -m venv $(VENV); \
+	fi
+	@if $(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then \
+	    echo "==> set-up: keeping the torch that is in $(VENV)"; \
+	elif nvidia-smi -L >/dev/null 2>&1; then \
+	    echo "==> set-up: NVIDIA GPU found, torch comes with its CUDA libraries"; \
+	else \
+	    echo "==> set-up: no NVIDIA GPU found, installing $(CPU_TORCH)"; \
+	    $(PIP) install -q $(CPU_TORCH); \
+	fi
+	@echo "==> set-up: installing kdn, editable, with its test and dev tools"
+	@$(PIP) install -q -e '.[test,dev]'
+	@touch $@
+
+clean:
+	@echo "==> removing $(VENV), caches and build output"
+	@rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
