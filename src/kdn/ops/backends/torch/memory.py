@@ -188,6 +188,7 @@ def _memory_backward(
         dv, dx, dy, d_m, d_total = _segment_backward(part, rounds, d_out, ds, kept)
         # What the diagonal of A gave: its pair has no decay.
         d_own = d_m[:, :, 0].diagonal(dim1=1, dim2=2)[..., None]
+        assert part.x_alpha is not None
         d_log = products_backward(d_m, dx, dy, d_total, part.x_alpha, part.alpha, halves)
         part.store(dx[:, :, 0].addcmul_(d_own, part.gain).mul_(scale), d_q)
         part.store(dy.addcmul_(d_own, part.q), d_gain)
