@@ -1,7 +1,7 @@
 """Kalman Delta Networks: linear-attention memory that carries its own uncertainty.
 
 Start with `kdn.ops`: the three gains (how strongly to write) and the one memory (what is kept).
-Importing `kdn` itself loads torch and nothing else.
+Importing `kdn` loads none of them, nor torch, until they are used.
 """
 
 import importlib
