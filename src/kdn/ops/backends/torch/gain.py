@@ -225,7 +225,10 @@ def _gain_backward(
         dg_k = dg_k if diagonal else _sum(dg_k)
         d_k = dg.mul_(inverse).mul_(prior)
         d_gamma = -_sum(dg_k * prior) * inverse.square()
-        x = dg_k.mul_(inverse).addcmul_(d_gamma, c.e)
+        if diagonal:
+            x = dg_k.mul_(inverse).addcmul_(d_gamma, c.e)
+        else:  # the same, (γ − p̂ e)/γ² being r/γ²: for a long key the difference would have no digits left
+            x = dg_k.mul_(c.r).mul_(inverse).mul_(inverse)
     if d_prior is not None:
         x += cut.gather(d_prior if diagonal else d_prior[..., None]).to(dtype)
     final = torch.zeros(len(cut.order), *prior.shape[2:], dtype=dtype, device=k.device)

@@ -1,0 +1,347 @@
+// The memory: S ← (I − g kᵀ) D S + g vᵀ, o = τ Sᵀ q, as the recurrence itself, four tokens at a time.
+//
+// Per *mini-chunk* of four tokens, with P_c the running product of their decays,
+//
+//     K̄_c = P_c k_c    Q̄_c = τ P_c q_c    Ḡ_c = (decay after c) g_c    γ = P_3          (factors, K wide)
+//     T_cd = k_c · g_d decayed from d to c,   A_cd = τ q_c · g_d likewise               (16 numbers)
+//     R = (I + T)⁻¹ (V − K̄ S)       O = Q̄ S + A R       S ← γ S + Ḡᵀ R
+//
+// so the state is read twice and written once for four tokens, and its arithmetic is small matrix products.
+// Running products of decays ≤ 1 divide by nothing and cannot overflow. The columns of S are independent:
+// a block of them, K × 4 vectors, stays in the first-level cache through a tile of mini-chunks, whose
+// factors are computed once for all blocks.
+//
+// Backward, per chunk of CHUNK tokens from the last to the first: the states at the start of its mini-chunks
+// are recomputed from a checkpoint into the second-level cache, then, with ∂S in place of S,
+//
+//     ∂R = Aᵀ ∂O + Ḡ ∂S      ∂Y = (I + T)⁻ᵀ ∂R = ∂V      ∂S ← γ ∂S + Q̄ᵀ ∂O − K̄ᵀ ∂Y
+//     ∂Q̄ = ∂O Sᵀ   ∂K̄ = −∂Y Sᵀ   ∂Ḡ = R ∂Sᵀ   ∂γ = Σ S ∂S   ∂A = ∂O Rᵀ   ∂T = −∂Y Rᵀ
+//
+// where S, ∂S are those before and after the mini-chunk. The sums over columns are added block by block, in
+// order, so results do not depend on the number of threads.
+#pragma once
+#include "simd.h"
+#include "threads.h"
+
+namespace KDN_NAMESPACE {
+
+constexpr int MINI = 4;
+constexpr int64_t CHUNK = 64;            // tokens between checkpoints
+constexpr int TILE = CHUNK / MINI;       // mini-chunks whose factors are kept together
+constexpr int WIDE = 4;                  // vectors in a full block of columns
+constexpr int PAIRS = 16;                // numbers of A (10) and T (6)
+
+// Where A_cd and T_cd (d < c) are among the 16.
+KDN_INLINE constexpr int a_at(int c, int d) { return c * (c + 1) / 2 + d; }
+KDN_INLINE constexpr int t_at(int c, int d) { return 10 + c * (c - 1) / 2 + d; }
+
+// The factors of one mini-chunk, in a row of floats.
+struct Factors {
+  float* base;
+  int64_t width;  // K rounded up to vectors
+  static int64_t size(int64_t width) { return 13 * width + PAIRS; }
+  float* keys(int c = 0) const { return base + c * width; }
+  float* queries(int c = 0) const { return base + (4 + c) * width; }
+  float* gains(int c = 0) const { return base + (8 + c) * width; }
+  float* decay() const { return base + 12 * width; }
+  float* pairs() const { return base + 13 * width; }
+};
+
+// Everything a task needs to know about its sequence and head.
+struct Where {
+  const KdnMemory& m;
+  int64_t batch, begin, end, head, sequence;
+  int64_t width;    // K rounded up to vectors
+  int64_t columns;  // V rounded up to vectors
+
+  Where(const KdnMemory& m, int64_t task)
+      : m(m), head(task % m.heads), sequence(task / m.heads), width(round_up(m.key, L)),
+        columns(round_up(m.value, L)) {
+    const KdnSequences& s = m.sequences;
+    batch = s.offsets ? 0 : sequence;
+    begin = s.offsets ? s.offsets[sequence] : 0;
+    end = s.offsets ? s.offsets[sequence + 1] : s.length;
+  }
+  int64_t state() const { return (sequence * m.heads + head) * m.key * m.value; }
+  int64_t checkpoint(int64_t chunk) const {
+    return ((m.first_chunk[sequence] + chunk) * m.heads + head) * m.key * m.value;
+  }
+};
+
+// α of one token, K wide.
+KDN_INLINE void load_decay(float* to, const Where& w, int64_t t) {
+  const KdnRows& d = w.m.decay;
+  if (d.data == nullptr) {
+    for (int64_t i = 0; i < w.width; i += L) store(to + i, splat(1.f));
+  } else if (d.channels == 1) {
+    float one[L];
+    load_row(one, d, offset(d, w.batch, t, w.head), L);
+    Vec a = exp(splat(one[0]));
+    for (int64_t i = 0; i < w.width; i += L) store(to + i, a);
+  } else {
+    load_row(to, d, offset(d, w.batch, t, w.head), w.width);
+    for (int64_t i = 0; i < w.width; i += L) store(to + i, exp(load(to + i)));
+  }
+}
+
+// The four tokens from t as rows; those past the end neither decay, write nor read.
+struct Tokens {
+  float *alpha, *q, *k, *g;
+  static int64_t size(int64_t width) { return 16 * width; }
+};
+KDN_INLINE Tokens load_tokens(float* room, const Where& w, int64_t t) {
+  Tokens x{room, room + 4 * w.width, room + 8 * w.width, room + 12 * w.width};
+  for (int c = 0; c < MINI; ++c) {
+    float *alpha = x.alpha + c * w.width, *q = x.q + c * w.width, *k = x.k + c * w.width,
+          *g = x.g + c * w.width;
+    if (t + c < w.end) {
+      load_decay(alpha, w, t + c);
+      load_row(q, w.m.q, offset(w.m.q, w.batch, t + c, w.head), w.width);
+      load_row(g, w.m.gain, offset(w.m.gain, w.batch, t + c, w.head), w.width);
+      if (w.m.k.data) {
+        load_row(k, w.m.k, offset(w.m.k, w.batch, t + c, w.head), w.width);
+      } else {
+        std::memset(k, 0, w.width * 4);
+      }
+    } else {
+      for (int64_t i = 0; i < w.width; i += L) {
+        store(alpha + i, splat(1.f));
+        store(q + i, Vec{});
+        store(k + i, Vec{});
+        store(g + i, Vec{});
+      }
+    }
+  }
+  return x;
+}
+
+KDN_INLINE void make_factors(Factors f, const Tokens& x, float scale) {
+  const int64_t n = f.width;
+  Vec pair[PAIRS] = {};
+  const Vec tau = splat(scale);
+  for (int64_t i = 0; i < n; i += L) {
+    Vec a[4], q[4], k[4], g[4];
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      a[c] = load(x.alpha + c * n + i);
+      q[c] = load(x.q + c * n + i) * tau;
+      k[c] = load(x.k + c * n + i);
+      g[c] = load(x.g + c * n + i);
+    }
+    // g_d as it decays from token to token: `late[d]` at token c.
+    Vec late[4], prefix = splat(1.f);
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      prefix = prefix * a[c];
+      store(f.keys(c) + i, k[c] * prefix);
+      store(f.queries(c) + i, q[c] * prefix);
+      KDN_UNROLL
+      for (int d = 0; d < c; ++d) {
+        late[d] = late[d] * a[c];
+        pair[t_at(c, d)] += k[c] * late[d];
+        pair[a_at(c, d)] += q[c] * late[d];
+      }
+      late[c] = g[c];
+      pair[a_at(c, c)] += q[c] * g[c];
+    }
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) store(f.gains(c) + i, late[c]);
+    store(f.decay() + i, prefix);
+  }
+  for (int p = 0; p < PAIRS; p += L) store(f.pairs() + p, sums(pair + p));
+}
+
+// --- one mini-chunk on one block of N vectors of columns; S is [width, N·L] ---
+
+// acc[c] = Σ_i rows_c[i] S[i], for C rows, M vectors at a time as registers allow.
+template <int C, int N>
+KDN_INLINE void read(Vec (*acc)[N], const float* rows, int64_t width, int64_t key, const float* s) {
+  constexpr int M = (C * N <= 16) ? N : (L == 16 && N % 2 == 0 && C <= 8 ? 2 : 1);
+  constexpr int stride = N * L;
+  KDN_UNROLL
+  for (int n = 0; n < N; n += M) {
+    Vec sum[C][M] = {};
+    for (int64_t i = 0; i < key; ++i) {
+      Vec row[M];
+      KDN_UNROLL
+      for (int j = 0; j < M; ++j) row[j] = load(s + i * stride + (n + j) * L);
+      KDN_UNROLL
+      for (int c = 0; c < C; ++c) {
+        const Vec x = splat(rows[c * width + i]);
+        KDN_UNROLL
+        for (int j = 0; j < M; ++j) sum[c][j] += x * row[j];
+      }
+    }
+    KDN_UNROLL
+    for (int c = 0; c < C; ++c)
+      KDN_UNROLL
+      for (int j = 0; j < M; ++j) acc[c][n + j] = sum[c][j];
+  }
+}
+
+// to[i] = γ_i from[i] + Σ_c rows_c[i] r[c], for C rows.
+template <int C, int N>
+KDN_INLINE void write(float* to, const float* from, const float* decay, const float* rows,
+                      int64_t width, int64_t key, const Vec (*r)[N]) {
+  constexpr int M = L == 16 ? N : (N % 2 == 0 ? 2 : 1);
+  constexpr int stride = N * L;
+  KDN_UNROLL
+  for (int n = 0; n < N; n += M) {
+    Vec add[C][M];
+    KDN_UNROLL
+    for (int c = 0; c < C; ++c)
+      KDN_UNROLL
+      for (int j = 0; j < M; ++j) add[c][j] = r[c][n + j];
+    for (int64_t i = 0; i < key; ++i) {
+      const Vec gamma = splat(decay[i]);
+      Vec x[C];
+      KDN_UNROLL
+      for (int c = 0; c < C; ++c) x[c] = splat(rows[c * width + i]);
+      KDN_UNROLL
+      for (int j = 0; j < M; ++j) {
+        Vec s = gamma * load(from + i * stride + (n + j) * L);
+        KDN_UNROLL
+        for (int c = 0; c < C; ++c) s += x[c] * add[c][j];
+        store(to + i * stride + (n + j) * L, s);
+      }
+    }
+  }
+}
+
+// Residuals R from V − K̄S, in place.
+template <int N>
+KDN_INLINE void substitute(Vec (*r)[N], const float* pairs) {
+  KDN_UNROLL
+  for (int c = 1; c < 4; ++c)
+    KDN_UNROLL
+    for (int d = 0; d < c; ++d) {
+      const Vec t = splat(pairs[t_at(c, d)]);
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) r[c][n] -= t * r[d][n];
+    }
+}
+
+template <int N, bool Keys>
+KDN_INLINE void step(float* s, Factors f, int64_t key, const float* v, float* o, int64_t columns) {
+  Vec r[4][N], out[4][N];
+  const float* pairs = f.pairs();
+  if constexpr (Keys) {
+    Vec both[8][N];
+    read<8, N>(both, f.keys(), f.width, key, s);
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c)
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) {
+        r[c][n] = load(v + c * columns + n * L) - both[c][n];
+        out[c][n] = both[4 + c][n];
+      }
+    substitute<N>(r, pairs);
+  } else {
+    read<4, N>(out, f.queries(), f.width, key, s);
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c)
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) r[c][n] = load(v + c * columns + n * L);
+  }
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    KDN_UNROLL
+    for (int d = 0; d <= c; ++d) {
+      const Vec a = splat(pairs[a_at(c, d)]);
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) out[c][n] += a * r[d][n];
+    }
+    KDN_UNROLL
+    for (int n = 0; n < N; ++n) store(o + c * columns + n * L, out[c][n]);
+  }
+  write<4, N>(s, s, f.decay(), f.gains(), f.width, key, r);
+}
+
+// --- blocks of columns ---
+
+// Calls f(std::integral_constant<int, vectors>, first column) for each block of [first, last).
+template <typename F>
+KDN_INLINE void blocks(int64_t first, int64_t last, F&& f) {
+  int64_t at = first;
+  for (; at + WIDE * L <= last; at += WIDE * L) f(std::integral_constant<int, WIDE>{}, at);
+  if (at + 2 * L <= last) {
+    f(std::integral_constant<int, 2>{}, at);
+    at += 2 * L;
+  }
+  if (at < last) f(std::integral_constant<int, 1>{}, at);
+}
+
+// A block's columns of a [K, V] matrix to and from [width, vectors·L]; padding is 0.
+KDN_INLINE void load_block(float* to, const float* from, const Where& w, int64_t at, int n) {
+  const int64_t size = n * L, used = at + size <= w.m.value ? size : w.m.value - at;
+  for (int64_t i = 0; i < w.width; ++i) {
+    int64_t j = 0;
+    if (from != nullptr && i < w.m.key) {
+      std::memcpy(to + i * size, from + i * w.m.value + at, used * 4);
+      j = used;
+    }
+    for (; j < size; ++j) to[i * size + j] = 0;
+  }
+}
+KDN_INLINE void store_block(float* to, const float* from, const Where& w, int64_t at, int n) {
+  const int64_t size = n * L, used = at + size <= w.m.value ? size : w.m.value - at;
+  for (int64_t i = 0; i < w.m.key; ++i)
+    std::memcpy(to + i * w.m.value + at, from + i * size, used * 4);
+}
+
+// --- forward ---
+
+inline void forward(const KdnMemory& m, int64_t task, int64_t first, int64_t last) {
+  const Where w(m, task);
+  const int64_t span = last - first;  // the columns of this task
+  float* room = kdn::scratch(w.width * span + TILE * Factors::size(w.width) +
+                             Tokens::size(w.width) + 2 * CHUNK * w.columns);
+  float* state = room;
+  float* factors = state + w.width * span;
+  float* tokens = factors + TILE * Factors::size(w.width);
+  float* values = tokens + Tokens::size(w.width);
+  float* outputs = values + CHUNK * w.columns;
+  blocks(first, last, [&](auto n, int64_t at) {
+    load_block(state + (at - first) * w.width, m.initial ? m.initial + w.state() : nullptr, w, at, n);
+  });
+  for (int64_t t = w.begin; t < w.end; t += CHUNK) {
+    const int64_t count = t + CHUNK < w.end ? CHUNK : w.end - t;
+    const int64_t minis = (count + MINI - 1) / MINI;
+    if (m.checkpoints)
+      blocks(first, last, [&](auto n, int64_t at) {
+        store_block(m.checkpoints + w.checkpoint((t - w.begin) / CHUNK),
+                    state + (at - first) * w.width, w, at, n);
+      });
+    for (int64_t i = 0; i < minis; ++i) {
+      Tokens x = load_tokens(tokens, w, t + i * MINI);
+      make_factors(Factors{factors + i * Factors::size(w.width), w.width}, x, m.scale);
+    }
+    for (int64_t i = 0; i < minis * MINI; ++i) {
+      if (i < count)
+        load_row(values + i * w.columns, m.v, offset(m.v, w.batch, t + i, w.head), w.columns);
+      else
+        std::memset(values + i * w.columns, 0, w.columns * 4);
+    }
+    blocks(first, last, [&](auto n, int64_t at) {
+      float* s = state + (at - first) * w.width;
+      for (int64_t i = 0; i < minis; ++i) {
+        const Factors f{factors + i * Factors::size(w.width), w.width};
+        const float* v = values + i * MINI * w.columns + at;
+        float* o = outputs + i * MINI * w.columns + at;
+        if (m.k.data)
+          step<n, true>(s, f, m.key, v, o, w.columns);
+        else
+          step<n, false>(s, f, m.key, v, o, w.columns);
+      }
+    });
+    KdnRows part = m.out;  // this task's columns
+    part.channels = (int32_t)((last < m.value ? last : m.value) - first);
+    for (int64_t i = 0; i < count; ++i)
+      store_row(part, offset(m.out, w.batch, t + i, w.head) + first, outputs + i * w.columns + first);
+  }
+  blocks(first, last, [&](auto n, int64_t at) {
+    store_block(m.state + w.state(), state + (at - first) * w.width, w, at, n);
+  });
+}
+
+}  // namespace KDN_NAMESPACE
