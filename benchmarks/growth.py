@@ -7,8 +7,9 @@ Random unit keys, no decay, r = 0.01 + softplus(N(0, 1)); 4 heads, 4096 tokens a
 
 import torch
 import torch.nn.functional as F
-from kdn.ops import diagonal_gain, exact_gain, isotropic_gain, memory_growth
 from torch import Tensor
+
+from kdn.ops import diagonal_gain, exact_gain, isotropic_gain, memory_growth
 
 LENGTH, WARM_UP, HEADS, WIDTH = 4096, 512, 4, 32
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+
 from kdn.ops import delta_memory, diagonal_gain
 
 FACTS, VALUES, LENGTH, CHANGE = 8, 64, 600, 300

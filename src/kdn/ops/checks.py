@@ -22,7 +22,7 @@ def gain_arguments(
     log_decay: Tensor | None,
     process_noise: Tensor,
     obs_noise: Tensor,
-    info_scale: float | Tensor,
+    info_scale: object,
     initial_cov: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
@@ -44,8 +44,12 @@ def gain_arguments(
         _shape("initial_cov", initial_cov, cov_shape)
     if isinstance(info_scale, Tensor):
         _tensor("info_scale", info_scale, "broadcastable to [H]")
-        if info_scale.numel() not in (1, h) or info_scale.shape[-1:] not in ((), (1,), (h,)):
+        size = info_scale.numel()
+        if size not in (1, h) or (size != 1 and info_scale.shape[-1] != h):
             raise ValueError(f"info_scale must broadcast to [H] = [{h}], got shape {list(info_scale.shape)}")
+    elif not isinstance(info_scale, (int, float)):
+        got = type(info_scale).__name__
+        raise TypeError(f"info_scale must be a number or a tensor broadcastable to [H], got {got}")
     elif not info_scale > 0:
         raise ValueError(f"info_scale must be > 0, got {info_scale}")
     _one_device(
@@ -54,7 +58,9 @@ def gain_arguments(
         process_noise=process_noise,
         obs_noise=obs_noise,
         initial_cov=initial_cov,
+        info_scale=info_scale if isinstance(info_scale, Tensor) else None,
     )
+    _offsets_near(cu_seqlens, k)
     if not _has_values(k):
         return
     if thorough() or k.device.type == "cpu":
@@ -72,6 +78,7 @@ def memory_arguments(
     v: Tensor,
     gain: Tensor,
     log_decay: Tensor | None,
+    scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
@@ -87,10 +94,13 @@ def memory_arguments(
         _shape("k", k, (b, t, h, width))
     _shape("gain", gain, (b, t, h, width))
     _decay(log_decay, (b, t, h, width))
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     n = _sequences(cu_seqlens, b, t)
     if initial_state is not None:
         _shape("initial_state", initial_state, (n, h, width, v.shape[-1]))
     _one_device(q=q, k=k, v=v, gain=gain, log_decay=log_decay, initial_state=initial_state)
+    _offsets_near(cu_seqlens, q)
     if thorough() and _has_values(q):
         _decay_sign(log_decay)
 
@@ -113,9 +123,11 @@ def thorough() -> bool:
     return os.environ.get("KDN_CHECK", "") not in ("", "0")
 
 
-def _tensor(name: str, x: object, layout: str, rank: int | None = None) -> None:
+def _tensor(name: str, x: object, layout: str | tuple[int, ...], rank: int | None = None) -> None:
+    # The layout is put into words only to complain: while compiling, sizes are symbols.
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor {layout}, got {type(x).__name__}")
+        said = layout if isinstance(layout, str) else list(layout)
+        raise TypeError(f"{name} must be a tensor {said}, got {type(x).__name__}")
     if x.dtype not in _DTYPES:
         raise TypeError(
             f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}: "
@@ -126,7 +138,7 @@ def _tensor(name: str, x: object, layout: str, rank: int | None = None) -> None:
 
 
 def _shape(name: str, x: object, shape: tuple[int, ...]) -> None:
-    _tensor(name, x, str(list(shape)))
+    _tensor(name, x, shape)
     assert isinstance(x, Tensor)
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} must be {list(shape)} to fit the others, got {list(x.shape)}")
@@ -140,7 +152,7 @@ def _nonempty(name: str, x: Tensor) -> None:
 def _decay(log_decay: object, shape: tuple[int, ...]) -> None:
     if log_decay is None:
         return
-    _tensor("log_decay", log_decay, f"{list(shape)} or {list(shape[:3])}")
+    _tensor("log_decay", log_decay, shape)
     assert isinstance(log_decay, Tensor)
     if tuple(log_decay.shape) not in (shape, shape[:3]):
         raise ValueError(
@@ -175,6 +187,12 @@ def _one_device(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is on {x.device}, {first} on {device}: move it there")
 
 
+def _offsets_near(cu_seqlens: Tensor | None, x: Tensor) -> None:
+    """The offsets may stay on the CPU, where reading them waits for nobody."""
+    if cu_seqlens is not None and cu_seqlens.device not in (x.device, torch.device("cpu")):
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, the inputs on {x.device}: move it there")
+
+
 def _has_values(x: Tensor) -> bool:
     """False while compiling or tracing with shapes only."""
     if torch.compiler.is_compiling() or x.device.type == "meta":
@@ -183,20 +201,18 @@ def _has_values(x: Tensor) -> bool:
 
 
 def _lower_bound(name: str, x: Tensor, *, strict: bool) -> None:
-    lowest = x.detach().min()
-    bad = lowest <= 0 if strict else lowest < 0
-    # `min` is NaN if any value is; then look past the NaNs, which are not this check's business.
-    if bool(lowest.isnan()):
-        bad = ((x <= 0) if strict else (x < 0)).any()
-    if bool(bad):
-        raise ValueError(f"{name} must be {'>' if strict else '≥'} 0, got min {float(lowest):.3g}")
+    lowest = float(x.detach().min())
+    if lowest != lowest:  # a NaN hides the others, which are this check's business
+        lowest = float(x.detach().nan_to_num(nan=float("inf"), posinf=float("inf")).min())
+    if lowest < 0 or (strict and lowest == 0):
+        raise ValueError(f"{name} must be {'>' if strict else '≥'} 0, got min {lowest:.3g}")
 
 
 def _decay_sign(log_decay: Tensor | None) -> None:
     if log_decay is None:
         return
-    highest = float(log_decay.detach().max())
-    if highest > 0:
-        raise ValueError(f"log_decay must be ≤ 0 (it is log α), got max {highest:.3g}")
-    if bool(log_decay.isinf().any()):
+    known = log_decay.detach().nan_to_num(nan=-1.0, posinf=float("inf"), neginf=-float("inf"))
+    if float(known.max()) > 0:
+        raise ValueError(f"log_decay must be ≤ 0 (it is log α), got max {float(known.max()):.3g}")
+    if float(known.min()) == -float("inf"):
         raise ValueError("log_decay must be finite, got -inf: use a large negative number")

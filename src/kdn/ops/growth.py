@@ -25,26 +25,38 @@ def memory_growth(
 
     k, gain: B T H K; log_decay as in `delta_memory`. Returns B H, float32. Below 0 the memory forgets;
     above 0 a state can grow as exp(γT). `every` tokens the state is brought back to norm 1, so that the
-    product itself neither overflows nor vanishes.
+    product itself neither overflows nor vanishes; −inf says that it did become exactly zero.
     """
+    if k.ndim != 4:
+        raise ValueError(f"k must be [B, T, H, K], got {k.ndim} dimensions: {list(k.shape)}")
+    if every < 1:
+        raise ValueError(f"every must be ≥ 1, got {every}")
     batch, time, heads, width = k.shape
-    state = torch.eye(width, device=k.device).expand(batch, heads, width, width).contiguous()
     log_norm = torch.zeros(batch, heads, dtype=torch.float64, device=k.device)
-    base = state.norm(dim=(-2, -1))
+    relative = None
+    if log_decay is not None:
+        if tuple(log_decay.shape) not in (tuple(k.shape), tuple(k.shape[:3])):
+            raise ValueError(f"log_decay must be [B, T, H, K] or [B, T, H], got {list(log_decay.shape)}")
+        channels = (log_decay if log_decay.ndim == 4 else log_decay[..., None]).double()
+        # What all channels lose is added to the logarithm, so that the product cannot vanish by it.
+        slowest = channels.amax(-1)
+        log_norm += slowest.sum(1)
+        relative = (channels - slowest[..., None]).expand(k.shape)
+    state = torch.eye(width, dtype=torch.float64, device=k.device).expand(batch, heads, width, width)
+    log_norm -= state.norm(dim=(-2, -1)).log()
     for start in range(0, time, every):
         piece = slice(start, start + every)
-        nothing = k.new_zeros(*k[:, piece].shape)
+        nothing = torch.zeros_like(k[:, piece])
         _, state = delta_memory(
             nothing,
             k[:, piece],
             nothing,
             gain[:, piece],
-            None if log_decay is None else log_decay[:, piece],
+            None if relative is None else relative[:, piece],
             initial_state=state,
             backend=backend,
         )
         norm = state.norm(dim=(-2, -1))
-        log_norm += (norm / base).log().double()
-        state = state / norm[..., None, None]
-        base = torch.ones_like(norm)
+        log_norm += norm.log()
+        state = state / norm.where(norm > 0, 1)[..., None, None]
     return (log_norm / time).float()

@@ -176,7 +176,7 @@ def delta_memory(
     Returns the outputs (B T H V, dtype of v) and the final state (B H K V). One token at a time, with
     `initial_state` the state that the last call returned, gives what one call over all tokens gives.
     """
-    checks.memory_arguments(q, k, v, gain, log_decay, initial_state, cu_seqlens)
+    checks.memory_arguments(q, k, v, gain, log_decay, scale, initial_state, cu_seqlens)
     tau = q.shape[-1] ** -0.5 if scale is None else float(scale)
     operation = registry.choose(backend, q.device).delta_memory
     result: tuple[Tensor, Tensor] = operation(q, k, v, gain, log_decay, tau, initial_state, cu_seqlens)

@@ -34,11 +34,12 @@ def choose(requested: str | None, device: torch.device) -> ModuleType:
             if BACKENDS[candidate].unavailable(device) is None:
                 return BACKENDS[candidate]
         raise RuntimeError(f"no backend serves {device}")
+    asked = "backend" if requested else "KDN_BACKEND"
     if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(_BY_RANK)}, got {name!r}")
+        raise ValueError(f"{asked} must be one of {', '.join(_BY_RANK)}, got {name!r}")
     why = BACKENDS[name].unavailable(device)
     if why is not None:
-        raise ValueError(f"backend {name!r} cannot serve {device}: {why}")
+        raise ValueError(f"{asked} {name!r} cannot serve {device}: {why}")
     return BACKENDS[name]
 
 

@@ -1,7 +1,7 @@
 // All kernels of one instruction set, behind one table; included once by every isa_*.cpp.
 #pragma once
 #include "table.h"
-#include "memory.h"
+#include "memory_backward.h"
 
 namespace KDN_NAMESPACE {
 
@@ -17,6 +17,10 @@ inline void memory_forward(const KdnMemory* m, int threads) {
     const int64_t first = i % cuts * step, last = first + step < columns ? first + step : columns;
     forward(*m, i / cuts, first, last);
   });
+}
+
+inline void memory_backward(const KdnMemory* m, int threads) {
+  kdn::parallel(m->sequences.count * m->heads, threads, [&](int64_t i) { backward(*m, i); });
 }
 
 }  // namespace KDN_NAMESPACE

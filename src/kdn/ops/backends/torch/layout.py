@@ -49,7 +49,10 @@ def chunk_size(x: Tensor, cu_seqlens: Tensor | None, longest: int) -> int:
     """
     time = x.shape[1]
     mean = time if cu_seqlens is None else -(-time // (cu_seqlens.shape[0] - 1))
-    return min(longest, 1 << (mean - 1).bit_length())
+    chunk = 1
+    while chunk < longest and chunk < mean:  # comparisons: a compiled graph then serves many lengths
+        chunk *= 2
+    return chunk
 
 
 def most_chunks(x: Tensor, cu_seqlens: Tensor | None, chunk: int) -> int:

@@ -1,0 +1,323 @@
+// The memory's backward pass; memory.h has the equations.
+#pragma once
+#include "memory.h"
+
+namespace KDN_NAMESPACE {
+
+// Gradients of one mini-chunk's factors. Rows come out of the kernels four state rows at a time, as
+// [K/4][kind: keys, queries, gains][token][4]; the decay's as K numbers; A's and T's as 16.
+struct FactorGradients {
+  float* base;
+  int64_t width;
+  static int64_t size(int64_t width) { return 13 * width + PAIRS; }
+  float* rows(int kind, int64_t i) const { return base + i * 12 + kind * 16; }  // i a multiple of 4
+  float* decay() const { return base + 12 * width; }
+  float* pairs() const { return base + 13 * width; }
+  // One token's row in its natural order.
+  KDN_INLINE void copy_row(float* to, int kind, int c) const {
+    for (int64_t i = 0; i < width; i += 4) std::memcpy(to + i, rows(kind, i) + 4 * c, 16);
+  }
+};
+
+// R of one mini-chunk again, and the state after it.
+template <int N, bool Keys>
+KDN_INLINE void replay(float* to, const float* s, Factors f, int64_t key, const float* v,
+                       int64_t columns, float* residual) {
+  Vec r[4][N];
+  if constexpr (Keys) {
+    Vec seen[4][N];
+    read<4, N>(seen, f.keys(), f.width, key, s);
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c)
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) r[c][n] = load(v + c * columns + n * L) - seen[c][n];
+    substitute<N>(r, f.pairs());
+  } else {
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c)
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) r[c][n] = load(v + c * columns + n * L);
+  }
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c)
+    KDN_UNROLL
+    for (int n = 0; n < N; ++n) store(residual + (c * N + n) * L, r[c][n]);
+  if (to != nullptr) write<4, N>(to, s, f.decay(), f.gains(), f.width, key, r);
+}
+
+// 16 products of four state rows with four tokens' columns, summed over the block, added to `to`.
+template <int N>
+KDN_INLINE void dots(float* to, const float* rows, const float* tokens) {
+  constexpr int stride = N * L;
+  Vec sum[16] = {};
+  KDN_UNROLL
+  for (int n = 0; n < N; ++n) {
+    Vec row[4];
+    KDN_UNROLL
+    for (int i = 0; i < 4; ++i) row[i] = load(rows + i * stride + n * L);
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      const Vec x = load(tokens + (c * N + n) * L);
+      KDN_UNROLL
+      for (int i = 0; i < 4; ++i) sum[4 * c + i] += x * row[i];
+    }
+  }
+  KDN_UNROLL
+  for (int p = 0; p < 16; p += L) store(to + p, load(to + p) + sums(sum + p));
+}
+
+// One mini-chunk: ∂S after it to ∂S before it, in place; the factors' gradients added to `g`.
+// o, v, r: ∂O, and room for ∂Y and R, as [4][N·L]; v leaves as ∂V.
+template <int N, bool Keys>
+KDN_INLINE void step_back(float* ds, const float* s, Factors f, FactorGradients g, int64_t key,
+                          const float* o, const float* r, float* v) {
+  constexpr int stride = N * L;
+  const float* pairs = f.pairs();
+  Vec dr[4][N];
+  read<4, N>(dr, f.gains(), f.width, key, ds);
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c)
+    KDN_UNROLL
+    for (int d = 0; d <= c; ++d) {
+      const Vec a = splat(pairs[a_at(c, d)]);
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) dr[d][n] += a * load(o + (c * N + n) * L);
+    }
+  if constexpr (Keys) {
+    KDN_UNROLL
+    for (int c = 3; c > 0; --c)
+      KDN_UNROLL
+      for (int d = 0; d < c; ++d) {
+        const Vec t = splat(pairs[t_at(c, d)]);
+        KDN_UNROLL
+        for (int n = 0; n < N; ++n) dr[d][n] -= t * dr[c][n];
+      }
+  }
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c)
+    KDN_UNROLL
+    for (int n = 0; n < N; ++n) store(v + (c * N + n) * L, dr[c][n]);
+
+  Vec pair[PAIRS] = {};
+  KDN_UNROLL
+  for (int n = 0; n < N; ++n)
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c)
+      KDN_UNROLL
+      for (int d = 0; d <= c; ++d) {
+        const Vec x = load(r + (d * N + n) * L);
+        pair[a_at(c, d)] += load(o + (c * N + n) * L) * x;
+        if (Keys && d < c) pair[t_at(c, d)] -= load(v + (c * N + n) * L) * x;
+      }
+  KDN_UNROLL
+  for (int p = 0; p < PAIRS; p += L) store(g.pairs() + p, load(g.pairs() + p) + sums(pair + p));
+
+  for (int64_t i = 0; i < key; i += L) {  // ∂γ, as many rows at once as there are lanes
+    Vec sum[L] = {};
+    KDN_UNROLL
+    for (int j = 0; j < L; ++j)
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n)
+        sum[j] += load(s + (i + j) * stride + n * L) * load(ds + (i + j) * stride + n * L);
+    store(g.decay() + i, load(g.decay() + i) + sums(sum));
+  }
+  for (int64_t i = 0; i < key; i += 4) {
+    if constexpr (Keys) dots<N>(g.rows(0, i), s + i * stride, v);  // −∂K̄
+    dots<N>(g.rows(1, i), s + i * stride, o);
+    dots<N>(g.rows(2, i), ds + i * stride, r);
+  }
+  // ∂S ← γ ∂S + Q̄ᵀ ∂O − K̄ᵀ ∂Y
+  Vec out[4][N];
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c)
+    KDN_UNROLL
+    for (int n = 0; n < N; ++n) out[c][n] = load(o + (c * N + n) * L);
+  write<4, N>(ds, ds, f.decay(), f.queries(), f.width, key, out);
+  if constexpr (Keys) {
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c)
+      KDN_UNROLL
+      for (int n = 0; n < N; ++n) out[c][n] = -load(v + (c * N + n) * L);
+    add<4, N>(ds, f.keys(), f.width, key, out);
+  }
+}
+
+// From the gradients of four tokens' factors to those of q, k, gain and log α. `x` is overwritten:
+// its q, k, g and alpha become their gradients. Nothing is subtracted in ∂ log α but true signs, so that it
+// keeps its digits at any decay.
+KDN_INLINE void finish(const Tokens& x, Factors f, FactorGradients g, float scale, float* room,
+                       bool keys) {
+  const int64_t n = f.width;
+  const float* da = g.pairs();
+  float* dk = room;
+  float* dq = dk + 4 * n;
+  float* dg = dq + 4 * n;
+  for (int c = 0; c < 4; ++c) {
+    if (keys) g.copy_row(dk + c * n, 0, c);
+    g.copy_row(dq + c * n, 1, c);
+    g.copy_row(dg + c * n, 2, c);
+  }
+  const Vec tau = splat(scale);
+  for (int64_t i = 0; i < n; i += L) {
+    Vec a[4], q[4], k[4], w[4];
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      a[c] = load(x.alpha + c * n + i);
+      q[c] = load(x.q + c * n + i) * tau;
+      k[c] = keys ? load(x.k + c * n + i) : Vec{};
+      w[c] = load(x.g + c * n + i);
+    }
+    Vec log[4], out_q[4], out_k[4], out_g[4], prefix[4], suffix[4];
+    prefix[0] = a[0];
+    suffix[3] = splat(1.f);
+    KDN_UNROLL
+    for (int c = 1; c < 4; ++c) prefix[c] = prefix[c - 1] * a[c];
+    KDN_UNROLL
+    for (int c = 2; c >= 0; --c) suffix[c] = suffix[c + 1] * a[c + 1];
+    const Vec all = prefix[3] * load(g.decay() + i);
+    KDN_UNROLL
+    for (int t = 0; t < 4; ++t) log[t] = all;
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      const Vec dq_c = load(dq + c * n + i) * prefix[c];
+      const Vec dk_c = keys ? -(load(dk + c * n + i) * prefix[c]) : Vec{};  // the kernels summed +∂Y Sᵀ
+      const Vec dg_c = load(dg + c * n + i) * suffix[c];
+      const Vec early = q[c] * dq_c + k[c] * dk_c, late = w[c] * dg_c;
+      KDN_UNROLL
+      for (int t = 0; t <= c; ++t) log[t] += early;
+      KDN_UNROLL
+      for (int t = c + 1; t < 4; ++t) log[t] += late;
+      out_q[c] = dq_c;
+      out_k[c] = dk_c;
+      out_g[c] = dg_c;
+    }
+    KDN_UNROLL
+    for (int d = 0; d < 4; ++d) {
+      const Vec own = splat(da[a_at(d, d)]);
+      out_q[d] += own * w[d];
+      out_g[d] += own * q[d];
+      Vec between = splat(1.f);
+      KDN_UNROLL
+      for (int c = d + 1; c < 4; ++c) {
+        between = between * a[c];
+        const Vec d_a = splat(da[a_at(c, d)]), d_t = splat(da[t_at(c, d)]);
+        const Vec g_late = w[d] * between;
+        const Vec reader = d_a * q[c] + d_t * k[c];
+        out_q[c] += d_a * g_late;
+        out_k[c] += d_t * g_late;
+        out_g[d] += reader * between;
+        const Vec pair = reader * g_late;
+        KDN_UNROLL
+        for (int t = d + 1; t <= c; ++t) log[t] += pair;
+      }
+    }
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      store(x.alpha + c * n + i, log[c]);
+      store(x.q + c * n + i, out_q[c] * tau);
+      store(x.k + c * n + i, out_k[c]);
+      store(x.g + c * n + i, out_g[c]);
+    }
+  }
+}
+
+KDN_INLINE void store_if(const KdnRows& x, const Where& w, int64_t t, const float* from) {
+  if (x.data != nullptr) store_row(x, offset(x, w.batch, t, w.head), from);
+}
+
+inline void backward(const KdnMemory& m, int64_t task) {
+  const Where w(m, task);
+  const int64_t n = w.width, columns = w.columns, block = WIDE * L;
+  const int64_t rows = round_up(m.key, L);
+  float* at_ = kdn::scratch(n * columns + TILE * n * block + TILE * (Factors::size(n) + FactorGradients::size(n)) +
+                            Tokens::size(n) + 12 * n + 3 * CHUNK * columns + 3 * CHUNK * block);
+  auto take = [&](int64_t count) {
+    float* here = at_;
+    at_ += count;
+    return here;
+  };
+  float* ds = take(n * columns);
+  float* states = take(TILE * n * block);
+  float* factors = take(TILE * Factors::size(n));
+  float* gradients = take(TILE * FactorGradients::size(n));
+  float* tokens = take(Tokens::size(n));
+  float* room = take(12 * n);
+  float* values = take(CHUNK * columns);
+  float* d_out = take(CHUNK * columns);
+  float* d_v = take(CHUNK * columns);
+  float* r = take(CHUNK * block);
+  float* o = take(CHUNK * block);
+  float* y = take(CHUNK * block);
+  blocks(0, columns, [&](auto width, int64_t at) {
+    load_block(ds + at * n, m.d_state ? m.d_state + w.state() : nullptr, w, at, width);
+  });
+  const int64_t chunks = (w.end - w.begin + CHUNK - 1) / CHUNK;
+  for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+    const int64_t t = w.begin + chunk * CHUNK, count = t + CHUNK < w.end ? CHUNK : w.end - t;
+    const int64_t minis = (count + MINI - 1) / MINI;
+    for (int64_t i = 0; i < minis; ++i) {
+      Tokens x = load_tokens(tokens, w, t + i * MINI);
+      make_factors(Factors{factors + i * Factors::size(n), n}, x, m.scale);
+    }
+    std::memset(gradients, 0, minis * FactorGradients::size(n) * 4);
+    for (int64_t i = 0; i < minis * MINI; ++i) {
+      float *v = values + i * columns, *d = d_out + i * columns;
+      if (i < count) load_row(v, m.v, offset(m.v, w.batch, t + i, w.head), columns);
+      else std::memset(v, 0, columns * 4);
+      if (i < count && m.d_out.data) load_row(d, m.d_out, offset(m.d_out, w.batch, t + i, w.head), columns);
+      else std::memset(d, 0, columns * 4);
+    }
+    blocks(0, columns, [&](auto width, int64_t at) {
+      constexpr int N = decltype(width)::value;
+      constexpr int64_t span = N * L;
+      const int64_t size = n * span;
+      load_block(states, m.checkpoints + w.checkpoint(chunk), w, at, N);
+      for (int64_t i = 0; i < minis; ++i) {
+        const Factors f{factors + i * Factors::size(n), n};
+        float* next = i + 1 < minis ? states + (i + 1) * size : nullptr;
+        const float* v = values + i * MINI * columns + at;
+        if (m.k.data) replay<N, true>(next, states + i * size, f, rows, v, columns, r + i * MINI * span);
+        else replay<N, false>(next, states + i * size, f, rows, v, columns, r + i * MINI * span);
+        for (int c = 0; c < MINI; ++c)
+          std::memcpy(o + (i * MINI + c) * span, d_out + (i * MINI + c) * columns + at, span * 4);
+      }
+      for (int64_t i = minis - 1; i >= 0; --i) {
+        const Factors f{factors + i * Factors::size(n), n};
+        const FactorGradients g{gradients + i * FactorGradients::size(n), n};
+        if (at == 0) fetch(w, t - CHUNK + i * MINI, m.d_out);
+        const float *s = states + i * size, *o_i = o + i * MINI * span, *r_i = r + i * MINI * span;
+        if (m.k.data) step_back<N, true>(ds + at * n, s, f, g, rows, o_i, r_i, y + i * MINI * span);
+        else step_back<N, false>(ds + at * n, s, f, g, rows, o_i, r_i, y + i * MINI * span);
+        for (int c = 0; c < MINI; ++c)
+          std::memcpy(d_v + (i * MINI + c) * columns + at, y + (i * MINI + c) * span, span * 4);
+      }
+    });
+    for (int64_t i = 0; i < minis; ++i) {
+      Tokens x = load_tokens(tokens, w, t + i * MINI);
+      finish(x, Factors{factors + i * Factors::size(n), n},
+             FactorGradients{gradients + i * FactorGradients::size(n), n}, m.scale, room,
+             m.k.data != nullptr);
+      for (int c = 0; c < MINI && i * MINI + c < count; ++c) {
+        const int64_t at = t + i * MINI + c;
+        store_if(m.d_q, w, at, x.q + c * n);
+        store_if(m.d_k, w, at, x.k + c * n);
+        store_if(m.d_gain, w, at, x.g + c * n);
+        store_if(m.d_v, w, at, d_v + (i * MINI + c) * columns);
+        if (m.d_decay.data && m.d_decay.channels == 1) {
+          Vec total{};
+          for (int64_t j = 0; j < n; j += L) total += load(x.alpha + c * n + j);
+          float one[L] = {sum(total)};
+          store_row(m.d_decay, offset(m.d_decay, w.batch, at, w.head), one);
+        } else {
+          store_if(m.d_decay, w, at, x.alpha + c * n);
+        }
+      }
+    }
+  }
+  if (m.d_initial != nullptr)
+    blocks(0, columns, [&](auto width, int64_t at) {
+      store_block(m.d_initial + w.state(), ds + at * n, w, at, width);
+    });
+}
+
+}  // namespace KDN_NAMESPACE
