@@ -6,8 +6,8 @@
 Both sides run forward + backward in one process, taking turns, float32, H = 16, K = V = 128. The peer is
 `torch_chunk_gated_delta_rule` of transformers: a fixed gain and one decay per head, where Diagonal KDN has a
 gain to compute and a decay per channel. Memory is the peak of the process's resident set during forward +
-backward, above the inputs and their gradients, each length in a process of its own. Times are taken with malloc told
-to keep freed memory (both sides gain from it), memory with malloc as it is.
+backward, above the inputs and their gradients, each length in a process of its own. Times are taken with
+malloc told to keep freed memory (both sides gain from it), memory with malloc as it is.
 """
 
 import argparse

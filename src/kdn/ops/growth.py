@@ -29,6 +29,8 @@ def memory_growth(
     """
     if k.ndim != 4:
         raise ValueError(f"k must be [B, T, H, K], got {k.ndim} dimensions: {list(k.shape)}")
+    if gain.shape != k.shape:
+        raise ValueError(f"gain must be {list(k.shape)} as k, got {list(gain.shape)}")
     if every < 1:
         raise ValueError(f"every must be ≥ 1, got {every}")
     batch, time, heads, width = k.shape

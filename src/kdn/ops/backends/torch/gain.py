@@ -179,13 +179,12 @@ def _gain(
     gain_out = torch.empty_like(k, memory_format=torch.contiguous_format)
     cut.scatter((prior * inverse).mul_(c.k) if diagonal else prior * inverse * c.k, gain_out)
     prior_out = torch.empty_like(process_noise, dtype=mu.dtype, memory_format=torch.contiguous_format)
-    cov_out = torch.empty_like(final)
+    if not diagonal:
+        prior, final = prior[..., 0], final[..., 0]
+    cut.scatter(prior, prior_out)
+    cov_out = torch.empty_like(final, memory_format=torch.contiguous_format)
     cov_out[cut.order] = final
-    if diagonal:
-        cut.scatter(prior, prior_out)
-        return gain_out, cov_out, prior_out, entering
-    cut.scatter(prior[..., 0], prior_out)
-    return gain_out, cov_out[..., 0], prior_out, entering
+    return gain_out, cov_out, prior_out, entering
 
 
 @torch.library.custom_op("kdn_torch::gain_backward", mutates_args=())
@@ -257,9 +256,8 @@ def _gain_backward(
         out_decay = torch.empty_like(log_decay, memory_format=torch.contiguous_format)
         cut.scatter(d_log if log_decay.ndim == 4 else d_log.sum(-1), out_decay)
     if initial_cov is not None:
-        out_cov = torch.empty_like(left, dtype=initial_cov.dtype)
-        out_cov[cut.order] = left.to(initial_cov.dtype)
-        out_cov = out_cov if diagonal else out_cov[..., 0]
+        out_cov = initial_cov.new_empty(initial_cov.shape)
+        out_cov[cut.order] = (left if diagonal else left[..., 0]).to(initial_cov.dtype)
     return out_k, out_decay, out_w, out_r, d_mu, out_cov
 
 

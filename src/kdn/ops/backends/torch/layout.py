@@ -45,10 +45,11 @@ class Plan(NamedTuple):
 def chunk_size(x: Tensor, cu_seqlens: Tensor | None, longest: int) -> int:
     """Tokens per chunk for x [B, T, …]: at most `longest`, a power of two, known from shapes alone.
 
-    Many short sequences among a few long ones: a chunk near the mean length wastes little padding.
+    Many short sequences among a few long ones: a chunk near the mean length wastes little padding (not
+    below 16: most of the sequences may be empty).
     """
     time = x.shape[1]
-    mean = time if cu_seqlens is None else -(-time // (cu_seqlens.shape[0] - 1))
+    mean = time if cu_seqlens is None else max(16, -(-time // (cu_seqlens.shape[0] - 1)))
     chunk = 1
     while chunk < longest and chunk < mean:  # comparisons: a compiled graph then serves many lengths
         chunk *= 2
