@@ -6,15 +6,18 @@
     out, state = delta_memory(q, k, v, gain, log_decay)                    the memory they write to
 
 `interface.py` holds the public functions and their contracts, `backends/` one module for each way of
-computing them. `memory_growth` measures how fast a memory with given gains can grow.
+computing them. `decode` is one token of a gain and the memory with the states in place; `memory_growth`
+measures how fast a memory with given gains can grow.
 """
 
+from kdn.ops.decode import decode
 from kdn.ops.growth import memory_growth
 from kdn.ops.interface import delta_memory, diagonal_gain, exact_gain, isotropic_gain
 from kdn.ops.registry import backend_report
 
 __all__ = [
     "backend_report",
+    "decode",
     "delta_memory",
     "diagonal_gain",
     "exact_gain",

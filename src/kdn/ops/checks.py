@@ -20,8 +20,8 @@ def gain_arguments(
     name: str,
     k: Tensor,
     log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
+    process_noise: Tensor | None,
+    obs_noise: Tensor | None,
     info_scale: object,
     initial_cov: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -34,6 +34,7 @@ def gain_arguments(
     noise_shape = (b, t, h) if name == "isotropic_gain" else (b, t, h, width)
     _shape("process_noise", process_noise, noise_shape)
     _shape("obs_noise", obs_noise, (b, t, h))
+    assert process_noise is not None and obs_noise is not None
     n = _sequences(cu_seqlens, b, t)
     if initial_cov is not None:
         cov_shape = {
@@ -103,6 +104,14 @@ def memory_arguments(
     _offsets_near(cu_seqlens, q)
     if thorough() and _has_values(q):
         _decay_sign(log_decay)
+
+
+def per_head(info_scale: float | Tensor, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A checked information scale as one number per head."""
+    if isinstance(info_scale, Tensor):
+        # The reshape drops leading 1s, so that (1, 1, H) works as broadcasting users expect.
+        return info_scale.to(device=device, dtype=dtype).reshape(-1).expand(heads)
+    return torch.full((heads,), float(info_scale), dtype=dtype, device=device)
 
 
 def sequence_offsets(offsets: Sequence[int], time: int) -> None:

@@ -7,7 +7,6 @@ in place of B. Inputs may be float16, bfloat16, float32 or float64; covariances 
 (float64 if any input is).
 """
 
-import torch
 from torch import Tensor
 
 from kdn.ops import checks, registry
@@ -32,11 +31,7 @@ def _gain(
     tensors = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov)
     dtype = state_dtype(*tensors)
     heads = k.shape[2]
-    if isinstance(info_scale, Tensor):
-        # The reshape drops leading 1s, so that (1, 1, H) works as broadcasting users expect.
-        mu = info_scale.to(device=k.device, dtype=dtype).reshape(-1).expand(heads)
-    else:
-        mu = torch.full((heads,), float(info_scale), dtype=dtype, device=k.device)
+    mu = checks.per_head(info_scale, heads, dtype, k.device)
     operation = getattr(registry.choose(backend, k.device), name)
     gain, cov, prior = operation(
         k, log_decay, process_noise, obs_noise, mu, initial_cov, cu_seqlens, return_prior

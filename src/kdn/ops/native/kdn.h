@@ -5,6 +5,17 @@
 #pragma once
 #include <cstdint>
 
+// Tokens between checkpoints: the caller allocates ceil(length / this) rows per sequence. (The exact gain's
+// come every KDN_EXACT_CHUNK tokens, and are matrices of doubles.)
+constexpr int64_t KDN_CHUNK = 64;
+constexpr int64_t KDN_EXACT_CHUNK = 32;
+
+#ifdef _WIN32
+#define KDN_API __declspec(dllexport)
+#else
+#define KDN_API __attribute__((visibility("default")))
+#endif
+
 extern "C" {
 
 enum KdnType : int32_t { KDN_FLOAT32 = 0, KDN_BFLOAT16 = 1 };
@@ -61,20 +72,36 @@ struct KdnGain {
   float* d_initial;
 };
 
-// Tokens between checkpoints: the caller allocates ceil(length / this) rows per sequence.
-int64_t kdn_memory_chunk(void);
-int64_t kdn_gain_chunk(void);
+// One token for each of `count` sequences. cov [sequence, head, X] and state [sequence, head, K, V] are
+// float32 and updated in place. kind says where the gain comes from.
+enum KdnKind : int32_t { KDN_GIVEN = 0, KDN_DIAGONAL = 1, KDN_ISOTROPIC = 2 };
+struct KdnDecode {
+  int64_t count, heads, key, value;
+  KdnRows q, k, v, decay;
+  int32_t kind;
+  KdnRows gain;        // if given
+  KdnRows noise, obs;  // if not
+  const float* info_scale;
+  float* cov;
+  float* state;
+  float scale;
+  KdnRows out;
+};
 
-const char* kdn_isa(void);                // the instruction set in use
-int kdn_set_isa(const char* name);        // "avx512", "avx2", "baseline"; 0 if this machine lacks it
-void kdn_set_threads(void* gomp_parallel);  // torch's own OpenMP entry, or nullptr: plain threads
+KDN_API int64_t kdn_chunk(void);  // KDN_CHUNK
 
-void kdn_memory_forward(const KdnMemory*, int threads);
-void kdn_memory_backward(const KdnMemory*, int threads);
-void kdn_diagonal_forward(const KdnGain*, int threads);
-void kdn_diagonal_backward(const KdnGain*, int threads);
-void kdn_isotropic_forward(const KdnGain*, int threads);
-void kdn_isotropic_backward(const KdnGain*, int threads);
-void kdn_exact_forward(const KdnGain*, int threads);
-void kdn_exact_backward(const KdnGain*, int threads);
+KDN_API const char* kdn_isa(void);                // the instruction set in use
+KDN_API double kdn_fma_peak(void);            // measured flop/s of one core
+KDN_API int kdn_set_isa(const char* name);        // "avx512", "avx2", "baseline"; 0 if this machine lacks it
+KDN_API void kdn_set_threads(void* gomp_parallel);  // torch's own OpenMP entry, or nullptr: plain threads
+
+KDN_API void kdn_memory_forward(const KdnMemory*, int threads);
+KDN_API void kdn_memory_backward(const KdnMemory*, int threads);
+KDN_API void kdn_decode(const KdnDecode*, int threads);
+KDN_API void kdn_diagonal_forward(const KdnGain*, int threads);
+KDN_API void kdn_diagonal_backward(const KdnGain*, int threads);
+KDN_API void kdn_isotropic_forward(const KdnGain*, int threads);
+KDN_API void kdn_isotropic_backward(const KdnGain*, int threads);
+KDN_API void kdn_exact_forward(const KdnGain*, int threads);
+KDN_API void kdn_exact_backward(const KdnGain*, int threads);
 }

@@ -1,17 +1,22 @@
 // All kernels of one instruction set, behind one table; included once by every isa_*.cpp.
 #pragma once
-#include "table.h"
+#include <chrono>
+
+#include "decode.h"
+#include "exact.h"
+#include "gain.h"
 #include "memory_backward.h"
+#include "table.h"
 
 namespace KDN_NAMESPACE {
 
 inline void memory_forward(const KdnMemory* m, int threads) {
   const int64_t heads = m->sequences.count * m->heads, columns = round_up(m->value, L);
-  // Few heads: cut their columns too. Block borders are the same either way, and so are all sums.
-  int64_t cuts = 1;
-  const int64_t block = WIDE * L;
-  while (heads * cuts < threads && cuts * block < columns) cuts *= 2;
-  const int64_t step = round_up((columns + cuts - 1) / cuts, block);
+  // Fewer heads than threads: cut their columns too. Blocks are the same either way, and so are all sums.
+  const int64_t block = WIDE * L, most = (columns + block - 1) / block;
+  int64_t cuts = heads < threads ? (threads + heads - 1) / heads : 1;
+  cuts = cuts < most ? cuts : most;
+  const int64_t step = (most + cuts - 1) / cuts * block;
   cuts = (columns + step - 1) / step;
   kdn::parallel(heads * cuts, threads, [&](int64_t i) {
     const int64_t first = i % cuts * step, last = first + step < columns ? first + step : columns;
@@ -21,6 +26,47 @@ inline void memory_forward(const KdnMemory* m, int threads) {
 
 inline void memory_backward(const KdnMemory* m, int threads) {
   kdn::parallel(m->sequences.count * m->heads, threads, [&](int64_t i) { backward(*m, i); });
+}
+
+template <void (*Task)(const KdnGain&, int64_t)>
+void each_head(const KdnGain* g, int threads) {
+  kdn::parallel(g->sequences.count * g->heads, threads, [&](int64_t i) { Task(*g, i); });
+}
+
+// flop/s of one core doing multiply-adds on registers: the best of five short runs.
+inline double fma_peak() {
+  constexpr int chains = 12;
+  constexpr long rounds = 4000000;
+  double best = 0;
+  for (int run = 0; run < 5; ++run) {
+    Vec x[chains];
+    for (int i = 0; i < chains; ++i) x[i] = splat((float)i);
+    const Vec a = splat(0.999f), b = splat(1e-3f);
+    const auto start = std::chrono::steady_clock::now();
+    for (long r = 0; r < rounds; ++r) {
+      KDN_UNROLL
+      for (int i = 0; i < chains; ++i) x[i] = x[i] * a + b;
+      __asm__ volatile("" : : "r"(r));
+    }
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    for (int i = 1; i < chains; ++i) x[0] += x[i];
+    volatile float used = sum(x[0]);
+    (void)used;
+    const double rate = 2.0 * L * chains * rounds / seconds.count();
+    best = rate > best ? rate : best;
+  }
+  return best;
+}
+
+constexpr kdn::Kernels kernels(const char* name) {
+  return {name,
+          memory_forward,
+          memory_backward,
+          decode,
+          {{each_head<diagonal_forward>, each_head<diagonal_backward>},
+           {each_head<isotropic_forward>, each_head<isotropic_backward>},
+           {each_head<exact_forward>, each_head<exact_backward>}},
+          fma_peak};
 }
 
 }  // namespace KDN_NAMESPACE

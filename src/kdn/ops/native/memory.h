@@ -26,7 +26,7 @@
 namespace KDN_NAMESPACE {
 
 constexpr int MINI = 4;
-constexpr int64_t CHUNK = 64;            // tokens between checkpoints
+constexpr int64_t CHUNK = KDN_CHUNK;
 constexpr int TILE = CHUNK / MINI;       // mini-chunks whose factors are kept together
 constexpr int WIDE = 4;                  // vectors in a full block of columns
 constexpr int PAIRS = 16;                // numbers of A (10) and T (6)

@@ -13,13 +13,13 @@ head: about 8 K² flop forward and three times that backward, and as many passes
 one P every `EVERY` tokens, plus `EVERY` of them while going back.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kdn.ops.backends.torch.layout import Plan, most_chunks, plan
-from kdn.ops.precision import without_autocast
+from kdn.ops.operators import gain_operator, like
 
 EVERY = 32  # about √T at the lengths where the exact filter is affordable
 
@@ -79,8 +79,6 @@ def _symmetric(x: Tensor) -> Tensor:
     return (x + x.mT) / 2
 
 
-@torch.library.custom_op("kdn_torch::exact_gain", mutates_args=())
-@without_autocast
 def _exact(
     k: Tensor,
     log_decay: Tensor | None,
@@ -89,7 +87,7 @@ def _exact(
     mu: Tensor,
     initial_cov: Tensor | None,
     cu_seqlens: Tensor | None,
-    return_prior: bool,
+    with_prior: bool,
     for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gain, final covariance, prior (if asked), P at the start of every segment (for_backward)."""
@@ -102,9 +100,8 @@ def _exact(
     else:
         cov = _symmetric(initial_cov[cut.order].double())
     gain, scale = torch.empty_like(x.k), mu.double()[:, None]
-    room = most_chunks(k, cu_seqlens, EVERY) if for_backward else 0
-    kept, used = cov.new_empty(room, heads, width, width), 0
-    priors = k.new_empty(len(x.k) if return_prior else 0, heads, width, width, dtype=mu.dtype)
+    kept, used = cov.new_empty(_kept_shape(k, cu_seqlens) if for_backward else 0), 0
+    priors = k.new_empty((len(x.k), heads, width, width) if with_prior else 0, dtype=mu.dtype)
     for rounds in _segments(cut):
         if for_backward:
             kept[used : used + rounds[0][1]] = cov[: rounds[0][1]]
@@ -114,12 +111,12 @@ def _exact(
             prior, h, z, _, posterior = _step(cov[:count], now, scale)
             cov[:count] = posterior
             gain[first : first + count] = h / (now.r + z)
-            if return_prior:
+            if with_prior:
                 priors[first : first + count] = prior
-    gain_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    gain_out = k.new_empty(k.shape)
     cut.scatter(gain[:, None], gain_out)
     prior_out = priors
-    if return_prior:
+    if with_prior:
         prior_out = priors.new_empty(*k.shape, width)
         cut.scatter(priors[:, None], prior_out)
     cov_out = torch.empty_like(cov, dtype=mu.dtype)
@@ -127,8 +124,6 @@ def _exact(
     return gain_out, cov_out, prior_out, kept
 
 
-@torch.library.custom_op("kdn_torch::exact_gain_backward", mutates_args=())
-@without_autocast
 def _exact_backward(
     d_gain: Tensor | None,
     d_cov: Tensor | None,
@@ -140,6 +135,7 @@ def _exact_backward(
     mu: Tensor,
     initial_cov: Tensor | None,
     cu_seqlens: Tensor | None,
+    prior_out: Tensor,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of k, log_decay, process_noise, obs_noise, mu, initial_cov (empty where there is none)."""
@@ -188,100 +184,19 @@ def _exact_backward(
             d_posterior *= _outer(now.alpha, now.alpha)  # now ∂P₋
             d_alpha = 2 * (d_posterior * before).sum(-1)
             d_log[rows] = d_alpha if d_log.shape[-1] == width else d_alpha.sum(-1, keepdim=True)
-    outs = [x_.new_empty(x_.shape) for x_ in (k, process_noise, obs_noise)]
-    out_k, out_w, out_r = outs
+    out_k, out_decay, out_w, out_r, _, out_cov = like(k, log_decay, process_noise, obs_noise, mu, initial_cov)
     cut.scatter(d_k[:, None], out_k)
     cut.scatter(d_w[:, None], out_w)
     cut.scatter(d_r[:, None, :, 0], out_r)
-    out_decay, out_cov = k.new_empty(0), k.new_empty(0)
     if log_decay is not None:
-        out_decay = log_decay.new_empty(log_decay.shape)
         cut.scatter((d_log if log_decay.ndim == 4 else d_log[..., 0])[:, None], out_decay)
     if initial_cov is not None:
-        out_cov = initial_cov.new_empty(initial_cov.shape)
         out_cov[cut.order] = d.to(out_cov.dtype)
     return out_k, out_decay, out_w, out_r, d_mu.to(mu.dtype), out_cov
 
 
-@_exact.register_fake
-def _(
-    k: Tensor,
-    log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
-    mu: Tensor,
-    initial_cov: Tensor | None,
-    cu_seqlens: Tensor | None,
-    return_prior: bool,
-    for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, _, heads, width = k.shape
-    n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    room = most_chunks(k, cu_seqlens, EVERY) if for_backward else 0
-    prior_shape = (*k.shape, width) if return_prior else (0, heads, width, width)
-    return (
-        torch.empty_like(k, memory_format=torch.contiguous_format),
-        k.new_empty(n, heads, width, width, dtype=mu.dtype),
-        k.new_empty(prior_shape, dtype=mu.dtype),
-        k.new_empty(room, heads, width, width, dtype=torch.float64),
-    )
+def _kept_shape(k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    return most_chunks(k, cu_seqlens, EVERY), k.shape[2], k.shape[3], k.shape[3]
 
 
-@_exact_backward.register_fake
-def _(
-    d_gain: Tensor | None,
-    d_cov: Tensor | None,
-    d_prior: Tensor | None,
-    k: Tensor,
-    log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
-    mu: Tensor,
-    initial_cov: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (k, log_decay, process_noise, obs_noise, mu, initial_cov)
-    d_k, d_decay, d_w, d_r, d_mu, d_cov_ = (
-        k.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs
-    )
-    return d_k, d_decay, d_w, d_r, d_mu, d_cov_
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, _, _ = inputs
-    ctx.mark_non_differentiable(output[3])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[3])
-
-
-def _differentiate(
-    ctx: Any,
-    d_gain: Tensor | None,
-    d_cov: Tensor | None,
-    d_prior: Tensor | None,
-    _: None,
-) -> tuple[Tensor | None, ...]:
-    *tensors, kept = ctx.saved_tensors
-    grads = _exact_backward(d_gain, d_cov, d_prior, *tensors, kept)
-    wanted = [None if x is None else d for x, d in zip(tensors, grads, strict=False)]
-    return (*wanted, None, None, None)
-
-
-_exact.register_autograd(_differentiate, setup_context=_save)
-
-
-def exact_gain(
-    k: Tensor,
-    log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
-    info_scale: Tensor,
-    initial_cov: Tensor | None,
-    cu_seqlens: Tensor | None,
-    return_prior: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    tensors = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov)
-    for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    gain, cov, prior, _ = _exact(*tensors, cu_seqlens, return_prior, for_backward)
-    return gain, cov, prior if return_prior else None
+exact_gain = gain_operator("torch", "exact", _exact, _exact_backward, _kept_shape, kept_dtype=torch.float64)

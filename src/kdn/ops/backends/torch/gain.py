@@ -21,13 +21,15 @@ the gain and ∂p_t what reaches p_t from later tokens,
     ∂p̂_t ← ∂p̂_t + c_t ∂p_t        ∂p_{t−1} = a_t ∂p̂_t        c_t = dp_t/dp̂_t = 1/(1 + u_t p̂_t)²
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kdn.ops.backends.torch.layout import Plan, chunk_size, most_chunks, plan
-from kdn.ops.precision import without_autocast
+from kdn.ops.operators import gain_operator, like
 
 CHUNK = 256
 
@@ -158,9 +160,8 @@ def _initial(cov: Tensor | None, k: Tensor, cut: Plan, dtype: torch.dtype, diago
     return (cov if diagonal else cov[..., None])[cut.order].to(dtype)
 
 
-@torch.library.custom_op("kdn_torch::gain", mutates_args=())
-@without_autocast
 def _gain(
+    diagonal: bool,
     k: Tensor,
     log_decay: Tensor | None,
     process_noise: Tensor,
@@ -168,7 +169,8 @@ def _gain(
     mu: Tensor,
     initial_cov: Tensor | None,
     cu_seqlens: Tensor | None,
-    diagonal: bool,
+    with_prior: bool,
+    for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gain, final covariance, prior, and the covariance entering every chunk."""
     cut = plan(k, cu_seqlens, CHUNK)
@@ -176,20 +178,22 @@ def _gain(
     p0 = _initial(initial_cov, k, cut, mu.dtype, diagonal)
     prior, entering, final = _priors(c, p0, cut, most_chunks(k, cu_seqlens, cut.chunk))
     inverse = (_sum(prior * c.e) + c.r).reciprocal_()
-    gain_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    gain_out = k.new_empty(k.shape)
     cut.scatter((prior * inverse).mul_(c.k) if diagonal else prior * inverse * c.k, gain_out)
-    prior_out = torch.empty_like(process_noise, dtype=mu.dtype, memory_format=torch.contiguous_format)
     if not diagonal:
         prior, final = prior[..., 0], final[..., 0]
-    cut.scatter(prior, prior_out)
-    cov_out = torch.empty_like(final, memory_format=torch.contiguous_format)
+    prior_out = k.new_empty(process_noise.shape if with_prior else 0, dtype=mu.dtype)
+    if with_prior:
+        cut.scatter(prior, prior_out)
+    cov_out = final.new_empty(final.shape)
     cov_out[cut.order] = final
+    if not for_backward:
+        entering = entering.new_empty(0)
     return gain_out, cov_out, prior_out, entering
 
 
-@torch.library.custom_op("kdn_torch::gain_backward", mutates_args=())
-@without_autocast
 def _gain_backward(
+    diagonal: bool,
     d_gain: Tensor | None,
     d_cov: Tensor | None,
     d_prior: Tensor | None,
@@ -200,7 +204,6 @@ def _gain_backward(
     mu: Tensor,
     initial_cov: Tensor | None,
     cu_seqlens: Tensor | None,
-    diagonal: bool,
     prior_out: Tensor,
     entering: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -243,125 +246,37 @@ def _gain_backward(
     d_mu = (d_u * c.u).sum((0, 1, 3)) / mu
     d_a = before.mul_(x)
 
-    out_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+    out_k, out_decay, out_w, out_r, _, out_cov = like(k, log_decay, process_noise, obs_noise, mu, initial_cov)
     cut.scatter(d_k, out_k)
-    out_w = torch.empty_like(process_noise, memory_format=torch.contiguous_format)
     cut.scatter(x if diagonal else x[..., 0], out_w)
-    out_r = torch.empty_like(obs_noise, memory_format=torch.contiguous_format)
     cut.scatter(d_r[..., 0], out_r)
-    out_decay, out_cov = k.new_empty(0), k.new_empty(0)
     if log_decay is not None:
         share = 1 if diagonal else c.alpha2.shape[-1]
         d_log = d_a * c.alpha2 * (2 / share)
-        out_decay = torch.empty_like(log_decay, memory_format=torch.contiguous_format)
         cut.scatter(d_log if log_decay.ndim == 4 else d_log.sum(-1), out_decay)
     if initial_cov is not None:
-        out_cov = initial_cov.new_empty(initial_cov.shape)
         out_cov[cut.order] = (left if diagonal else left[..., 0]).to(initial_cov.dtype)
     return out_k, out_decay, out_w, out_r, d_mu, out_cov
 
 
-@_gain.register_fake
-def _(
-    k: Tensor,
-    log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
-    mu: Tensor,
-    initial_cov: Tensor | None,
-    cu_seqlens: Tensor | None,
-    diagonal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tail = k.shape[2:] if diagonal else k.shape[2:3]
-    rows = most_chunks(k, cu_seqlens, chunk_size(k, cu_seqlens, CHUNK))
-    return (
-        torch.empty_like(k, memory_format=torch.contiguous_format),
-        k.new_empty(n, *tail, dtype=mu.dtype),
-        k.new_empty(process_noise.shape, dtype=mu.dtype),
-        k.new_empty(rows, k.shape[2], k.shape[3] if diagonal else 1, dtype=mu.dtype),
+def _kept_shape(diagonal: bool) -> Callable[..., tuple[int, ...]]:
+    def shape(k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+        rows = most_chunks(k, cu_seqlens, chunk_size(k, cu_seqlens, CHUNK))
+        return rows, k.shape[2], k.shape[3] if diagonal else 1
+
+    return shape
+
+
+def _operator(diagonal: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    return gain_operator(
+        "torch",
+        "diagonal" if diagonal else "isotropic",
+        partial(_gain, diagonal),
+        partial(_gain_backward, diagonal),
+        _kept_shape(diagonal),
+        backward_reads_prior=True,
     )
 
 
-@_gain_backward.register_fake
-def _(
-    d_gain: Tensor | None,
-    d_cov: Tensor | None,
-    d_prior: Tensor | None,
-    k: Tensor,
-    log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
-    mu: Tensor,
-    initial_cov: Tensor | None,
-    cu_seqlens: Tensor | None,
-    diagonal: bool,
-    prior_out: Tensor,
-    entering: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (k, log_decay, process_noise, obs_noise, mu, initial_cov)
-    k_, decay, w, r, mu_, cov = (k.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
-    return k_, decay, w, r, mu_, cov
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.diagonal = inputs
-    _, _, prior, entering = output
-    ctx.mark_non_differentiable(entering)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, prior, entering)
-
-
-def _differentiate(
-    ctx: Any,
-    d_gain: Tensor | None,
-    d_cov: Tensor | None,
-    d_prior: Tensor | None,
-    _: None,
-) -> tuple[Tensor | None, ...]:
-    *tensors, prior, entering = ctx.saved_tensors
-    grads = _gain_backward(d_gain, d_cov, d_prior, *tensors, ctx.diagonal, prior, entering)
-    d_k, d_decay, d_w, d_r, d_mu, d_initial = grads
-    return (
-        d_k,
-        None if tensors[1] is None else d_decay,
-        d_w,
-        d_r,
-        d_mu,
-        None if tensors[5] is None else d_initial,
-        None,
-        None,
-    )
-
-
-_gain.register_autograd(_differentiate, setup_context=_save)
-
-
-def diagonal_gain(
-    k: Tensor,
-    log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
-    info_scale: Tensor,
-    initial_cov: Tensor | None,
-    cu_seqlens: Tensor | None,
-    return_prior: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    arguments = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov, cu_seqlens)
-    gain, cov, prior, _ = _gain(*arguments, True)
-    return gain, cov, prior
-
-
-def isotropic_gain(
-    k: Tensor,
-    log_decay: Tensor | None,
-    process_noise: Tensor,
-    obs_noise: Tensor,
-    info_scale: Tensor,
-    initial_cov: Tensor | None,
-    cu_seqlens: Tensor | None,
-    return_prior: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    arguments = (k, log_decay, process_noise, obs_noise, info_scale, initial_cov, cu_seqlens)
-    gain, cov, prior, _ = _gain(*arguments, False)
-    return gain, cov, prior
+diagonal_gain = _operator(diagonal=True)
+isotropic_gain = _operator(diagonal=False)

@@ -16,14 +16,13 @@ else; the backward pass recomputes the rest. Both go through the sequence in seg
 so that temporaries stay small, in cache on a CPU, and do not grow with the sequence.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kdn.ops.backends.torch.layout import Plan, chunk_size, most_chunks, plan
 from kdn.ops.backends.torch.products import Halves, products, products_backward
-from kdn.ops.precision import state_dtype, without_autocast
+from kdn.ops.operators import like, memory_operator
+from kdn.ops.precision import state_dtype
 
 CHUNK = 64  # 32 does as well; a power of two
 _SEGMENT_NUMBERS = {"cpu": 1 << 20}  # in one [chunks, H, C, K] temporary; other devices:
@@ -119,8 +118,6 @@ def _state_out(state: Tensor, cut: Plan, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@torch.library.custom_op("kdn_torch::memory", mutates_args=())
-@without_autocast
 def _memory(
     q: Tensor,
     k: Tensor | None,
@@ -135,11 +132,10 @@ def _memory(
     """out, final state, and (for_backward) the state entering every chunk [rows, H, K, V]."""
     dtype = state_dtype(q, k, v, gain, log_decay, initial_state)
     cut = plan(q, cu_seqlens, CHUNK)
-    heads, width, values = q.shape[2], q.shape[3], v.shape[3]
+    heads, width = q.shape[2:]
     state = _ordered_state(initial_state, cut, q, v, dtype)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    rows_kept = most_chunks(q, cu_seqlens, cut.chunk) if for_backward else 0
-    kept = q.new_empty(rows_kept, heads, width, values, dtype=dtype)
+    out = v.new_empty(v.shape)
+    kept = q.new_empty(_kept_shape(q, v, cu_seqlens) if for_backward else 0, dtype=dtype)
     for rounds in _segments(cut, heads * cut.chunk * width, q.device):
         part = _Segment(cut, rounds, q, k, v, gain, log_decay, scale, dtype)
         read = torch.empty_like(part.v)
@@ -159,8 +155,6 @@ def _memory(
     return out, _state_out(state, cut, dtype), kept
 
 
-@torch.library.custom_op("kdn_torch::memory_backward", mutates_args=())
-@without_autocast
 def _memory_backward(
     d_out: Tensor | None,
     d_state: Tensor | None,
@@ -179,9 +173,7 @@ def _memory_backward(
     cut = plan(q, cu_seqlens, CHUNK)
     heads, width = q.shape[2:]
     ds = _ordered_state(d_state, cut, q, v, dtype)
-    d_q, d_k, d_v, d_gain, d_decay = (
-        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, gain, log_decay)
-    )
+    d_q, d_k, d_v, d_gain, d_decay, d_initial = like(q, k, v, gain, log_decay, initial_state)
     for rounds in reversed(_segments(cut, heads * cut.chunk * width, q.device)):
         halves: list[Halves] = []
         part = _Segment(cut, rounds, q, k, v, gain, log_decay, scale, dtype, keep=halves)
@@ -197,7 +189,6 @@ def _memory_backward(
             part.store(dx[:, :, 1], d_k)
         if log_decay is not None:
             part.store(d_log, d_decay if log_decay.ndim == 4 else d_decay[..., None])
-    d_initial = q.new_empty(0)
     if initial_state is not None:
         d_initial = _state_out(ds, cut, initial_state.dtype)
     return d_q, d_k, d_v, d_gain, d_decay, d_initial
@@ -241,95 +232,9 @@ def _segment_backward(
     return dr, dx, residual @ leaving.mT, d_m, (d_total * part.total).mT
 
 
-@_memory.register_fake
-def _(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    gain: Tensor,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = state_dtype(q, k, v, gain, log_decay, initial_state)
-    batch, _, heads, width = q.shape
-    n = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    rows = most_chunks(q, cu_seqlens, chunk_size(q, cu_seqlens, CHUNK)) if for_backward else 0
-    return (
-        torch.empty_like(v, memory_format=torch.contiguous_format),
-        q.new_empty(n, heads, width, v.shape[3], dtype=dtype),
-        q.new_empty(rows, heads, width, v.shape[3], dtype=dtype),
-    )
+def _kept_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    rows = most_chunks(q, cu_seqlens, chunk_size(q, cu_seqlens, CHUNK))
+    return rows, *q.shape[2:], v.shape[3]
 
 
-@_memory_backward.register_fake
-def _(
-    d_out: Tensor | None,
-    d_state: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    gain: Tensor,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (q, k, v, gain, log_decay, initial_state)
-    d_q, d_k, d_v, d_gain, d_decay, d_initial = (
-        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs
-    )
-    return d_q, d_k, d_v, d_gain, d_decay, d_initial
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, gain, log_decay, ctx.scale, initial_state, cu_seqlens, _ = inputs
-    kept = output[2]
-    ctx.mark_non_differentiable(kept)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, gain, log_decay, initial_state, cu_seqlens, kept)
-
-
-def _differentiate(
-    ctx: Any,
-    d_out: Tensor | None,
-    d_state: Tensor | None,
-    _: None,
-) -> tuple[Tensor | None, ...]:
-    q, k, v, gain, log_decay, initial_state, cu_seqlens, kept = ctx.saved_tensors
-    d_q, d_k, d_v, d_gain, d_decay, d_initial = _memory_backward(
-        d_out, d_state, q, k, v, gain, log_decay, ctx.scale, initial_state, cu_seqlens, kept
-    )
-    return (
-        d_q,
-        None if k is None else d_k,
-        d_v,
-        d_gain,
-        None if log_decay is None else d_decay,
-        None,
-        None if initial_state is None else d_initial,
-        None,
-        None,
-    )
-
-
-_memory.register_autograd(_differentiate, setup_context=_save)
-
-
-def delta_memory(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    gain: Tensor,
-    log_decay: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    tensors = (q, k, v, gain, log_decay, initial_state)
-    for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    out, state, _ = _memory(q, k, v, gain, log_decay, scale, initial_state, cu_seqlens, for_backward)
-    return out, state
+delta_memory = memory_operator("torch", _memory, _memory_backward, _kept_shape)
