@@ -14,6 +14,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # and a tested version is worth more there than a new one.
 CPU_TORCH := torch==2.13.0
 
+# Their compiled form is part of the installation.
+NATIVE := $(wildcard src/kdn/ops/native/*.cpp src/kdn/ops/native/*.h src/kdn/ops/native/CMakeLists.txt)
+
 help:
 	@echo "make test    set up .venv if needed, then lint, types and every test"
 	@echo "make lint    ruff: rules and format"
@@ -33,8 +36,8 @@ types: $(STAMP)
 	@echo "==> types: mypy"
 	@$(BIN)/mypy
 
-# Everything below runs once, and again when pyproject.toml has changed.
-$(STAMP): pyproject.toml
+# Everything below runs once, and again when one of these files has changed.
+$(STAMP): pyproject.toml $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "kdn needs Python 3.11 or newer, name one: make PYTHON=/path/to/python test" \
 	         "('$(PYTHON)' says: $$($(PYTHON) -V 2>&1 | head -n 1))" >&2; \

@@ -9,7 +9,7 @@ from types import ModuleType
 
 __version__ = "0.1.0.dev0"
 
-_SUBPACKAGES = ("ops",)
+_SUBPACKAGES = ("bench", "ops")
 
 
 def __getattr__(name: str) -> ModuleType:

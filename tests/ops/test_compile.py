@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kdn.ops import delta_memory, diagonal_gain, exact_gain, isotropic_gain
 from kdn.ops.backends.torch import exact, gain, memory
+from kdn.ops.registry import BACKENDS
 
 GAINS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "diagonal": diagonal_gain,
@@ -17,6 +18,8 @@ GAINS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "exact": exact_gain,
 }
 OPS = [*GAINS, "memory", "addition"]
+COMPILED = [name for name, module in BACKENDS.items() if module.unavailable(torch.device("cpu")) is None]
+COMPILED.remove("reference")
 
 
 @pytest.fixture(autouse=True)
@@ -149,34 +152,32 @@ def test_gradcheck(small_chunks: None, op: str, decay: str, lengths: list[int] |
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("lengths", [None, [6, 0, 3]], ids=str)
 @pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("backend", COMPILED)
 def test_operator_contract(
-    small_chunks: None, op: str, lengths: list[int] | None, initial: bool, monkeypatch: pytest.MonkeyPatch
+    small_chunks: None, op: str, lengths: list[int] | None, initial: bool, backend: str
 ) -> None:
     """PyTorch's own check of an operator: schema, fake kernel (sizes, strides, dtypes), dispatch.
 
     Its comparison of values is for equal batches: packed ones keep rows that nobody reads or writes.
     """
-    seen: list[tuple[Any, tuple[Any, ...]]] = []
-    places = {"exact": (exact, "_exact"), "memory": (memory, "_memory"), "addition": (memory, "_memory")}
-    module, name = places.get(op, (gain, "_gain"))
-    operator = getattr(module, name)
-
-    def record(*args: Any) -> Any:
-        seen.append((operator, args))
-        return operator(*args)
-
-    monkeypatch.setattr(module, name, record)
-    x = leaves(op, 9, 3, 2, lengths=lengths)
+    x: dict[str, Any] = leaves(op, 9, 3, 2, lengths=lengths)
     if not initial:
         x = {n: t for n, t in x.items() if n not in ("initial_cov", "initial_state")}
-    call(op, x, offsets(lengths))
-    ((found, args),) = seen
-    args = tuple(
-        a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args
-    )
+    names = ["q", "k", "v", "gain", "log_decay"]
+    if op in GAINS:
+        names = ["k", "log_decay", "process_noise", "obs_noise", "info_scale", "initial_cov"]
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    args = [None if x.get(n) is None else x[n].detach().to(dtype).requires_grad_() for n in names]
+    if op in GAINS:
+        args += [offsets(lengths), True, True]
+    else:
+        start = x["initial_state"].detach().to(dtype).requires_grad_() if initial else None
+        args += [0.5, start, offsets(lengths), True]
+    operators = getattr(torch.ops, f"kdn_{backend}")
+    found = getattr(operators, f"{op}_gain" if op in GAINS else "memory").default
     utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
     torch.library.opcheck(
-        found, args, test_utils=utilities + (["test_aot_dispatch_dynamic"] if lengths is None else [])
+        found, tuple(args), test_utils=utilities + (["test_aot_dispatch_dynamic"] if lengths is None else [])
     )
 
 

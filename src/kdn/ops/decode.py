@@ -64,6 +64,7 @@ def decode(
         return result
     if kind != "given":
         assert k is not None and cov is not None
+        assert process_noise is not None and obs_noise is not None
         gain, after = _GAINS[kind](
             k,
             log_decay,

@@ -86,8 +86,11 @@ def _backward(
     x.d_q, x.d_v, x.d_gain = to.rows(d_q), to.rows(d_v), to.rows(d_gain)
     x.d_k = to.rows(None if k is None else d_k)
     x.d_decay = to.rows(None if log_decay is None else d_decay)
-    x.d_initial = None if initial_state is None else to.plain(d_initial)
+    d_start = None if initial_state is None else torch.empty_like(d_initial, dtype=torch.float32)
+    x.d_initial = to.plain(d_start)
     call("kdn_memory_backward", x)
+    if d_start is not None:
+        d_initial.copy_(d_start)
     return grads
 
 
