@@ -88,6 +88,14 @@ KDN_INLINE void fetch(const Where& w, int64_t t, const KdnRows& other) {
   }
 }
 
+// A row of float32, padded to vectors: where it lies if it lies so, else copied to `room`.
+KDN_INLINE const float* see_row(const KdnRows& x, const Where& w, int64_t t, float* room) {
+  const int64_t at = offset(x, w.batch, t, w.head);
+  if (x.type == KDN_FLOAT32 && x.channels == w.width) return (const float*)x.data + at;
+  load_row(room, x, at, w.width);
+  return room;
+}
+
 // α of one token, K wide.
 KDN_INLINE void load_decay(float* to, const Where& w, int64_t t) {
   const KdnRows& d = w.m.decay;
@@ -99,37 +107,35 @@ KDN_INLINE void load_decay(float* to, const Where& w, int64_t t) {
     Vec a = exp(splat(one[0]));
     for (int64_t i = 0; i < w.width; i += L) store(to + i, a);
   } else {
-    load_row(to, d, offset(d, w.batch, t, w.head), w.width);
-    for (int64_t i = 0; i < w.width; i += L) store(to + i, exp(load(to + i)));
+    const float* row = see_row(d, w, t, to);
+    for (int64_t i = 0; i < w.width; i += L) store(to + i, exp(load(row + i)));
   }
 }
 
-// The four tokens from t as rows; those past the end neither decay, write nor read.
+// The four tokens from t; those past the end neither decay, write nor read.
 struct Tokens {
-  float *alpha, *q, *k, *g;
+  const float *alpha[MINI], *q[MINI], *k[MINI], *g[MINI];
   static int64_t size(int64_t width) { return 16 * width; }
 };
 KDN_INLINE Tokens load_tokens(float* room, const Where& w, int64_t t) {
-  Tokens x{room, room + 4 * w.width, room + 8 * w.width, room + 12 * w.width};
-  for (int c = 0; c < MINI; ++c) {
-    float *alpha = x.alpha + c * w.width, *q = x.q + c * w.width, *k = x.k + c * w.width,
-          *g = x.g + c * w.width;
+  Tokens x;
+  for (int c = 0; c < MINI; ++c, room += 4 * w.width) {
+    float *alpha = room, *q = alpha + w.width, *k = q + w.width, *g = k + w.width;
+    x.alpha[c] = alpha;
+    x.q[c] = q;
+    x.k[c] = k;
+    x.g[c] = g;
     if (t + c < w.end) {
       load_decay(alpha, w, t + c);
-      load_row(q, w.m.q, offset(w.m.q, w.batch, t + c, w.head), w.width);
-      load_row(g, w.m.gain, offset(w.m.gain, w.batch, t + c, w.head), w.width);
-      if (w.m.k.data) {
-        load_row(k, w.m.k, offset(w.m.k, w.batch, t + c, w.head), w.width);
-      } else {
+      x.q[c] = see_row(w.m.q, w, t + c, q);
+      x.g[c] = see_row(w.m.gain, w, t + c, g);
+      if (w.m.k.data)
+        x.k[c] = see_row(w.m.k, w, t + c, k);
+      else
         std::memset(k, 0, w.width * 4);
-      }
     } else {
-      for (int64_t i = 0; i < w.width; i += L) {
-        store(alpha + i, splat(1.f));
-        store(q + i, Vec{});
-        store(k + i, Vec{});
-        store(g + i, Vec{});
-      }
+      for (int64_t i = 0; i < w.width; i += L) store(alpha + i, splat(1.f));
+      std::memset(q, 0, 3 * w.width * 4);
     }
   }
   return x;
@@ -143,10 +149,10 @@ KDN_INLINE void make_factors(Factors f, const Tokens& x, float scale) {
     Vec a[4], q[4], k[4], g[4];
     KDN_UNROLL
     for (int c = 0; c < 4; ++c) {
-      a[c] = load(x.alpha + c * n + i);
-      q[c] = load(x.q + c * n + i) * tau;
-      k[c] = load(x.k + c * n + i);
-      g[c] = load(x.g + c * n + i);
+      a[c] = load(x.alpha[c] + i);
+      q[c] = load(x.q[c] + i) * tau;
+      k[c] = load(x.k[c] + i);
+      g[c] = load(x.g[c] + i);
     }
     // g_d as it decays from token to token: `late[d]` at token c.
     Vec late[4], prefix = splat(1.f);

@@ -142,11 +142,10 @@ KDN_INLINE void step_back(float* ds, const float* s, Factors f, FactorGradients 
   }
 }
 
-// From the gradients of four tokens' factors to those of q, k, gain and log α. `x` is overwritten:
-// its q, k, g and alpha become their gradients. Nothing is subtracted in ∂ log α but true signs, so that it
+// From the gradients of four tokens' factors to those of log α, q, k and gain, four rows each, in `to`. Nothing is subtracted in ∂ log α but true signs, so that it
 // keeps its digits at any decay.
-KDN_INLINE void finish(const Tokens& x, Factors f, FactorGradients g, float scale, float* room,
-                       bool keys) {
+KDN_INLINE void finish(float* to, const Tokens& x, Factors f, FactorGradients g, float scale,
+                       float* room, bool keys) {
   const int64_t n = f.width;
   const float* da = g.pairs();
   float* dk = room;
@@ -162,10 +161,10 @@ KDN_INLINE void finish(const Tokens& x, Factors f, FactorGradients g, float scal
     Vec a[4], q[4], k[4], w[4];
     KDN_UNROLL
     for (int c = 0; c < 4; ++c) {
-      a[c] = load(x.alpha + c * n + i);
-      q[c] = load(x.q + c * n + i) * tau;
-      k[c] = keys ? load(x.k + c * n + i) : Vec{};
-      w[c] = load(x.g + c * n + i);
+      a[c] = load(x.alpha[c] + i);
+      q[c] = load(x.q[c] + i) * tau;
+      k[c] = keys ? load(x.k[c] + i) : Vec{};
+      w[c] = load(x.g[c] + i);
     }
     Vec log[4], out_q[4], out_k[4], out_g[4], prefix[4], suffix[4];
     prefix[0] = a[0];
@@ -213,10 +212,10 @@ KDN_INLINE void finish(const Tokens& x, Factors f, FactorGradients g, float scal
     }
     KDN_UNROLL
     for (int c = 0; c < 4; ++c) {
-      store(x.alpha + c * n + i, log[c]);
-      store(x.q + c * n + i, out_q[c] * tau);
-      store(x.k + c * n + i, out_k[c]);
-      store(x.g + c * n + i, out_g[c]);
+      store(to + c * n + i, log[c]);
+      store(to + (4 + c) * n + i, out_q[c] * tau);
+      store(to + (8 + c) * n + i, out_k[c]);
+      store(to + (12 + c) * n + i, out_g[c]);
     }
   }
 }
@@ -230,7 +229,7 @@ inline void backward(const KdnMemory& m, int64_t task) {
   const int64_t n = w.width, columns = w.columns, block = WIDE * L;
   const int64_t rows = round_up(m.key, L);
   float* at_ = kdn::scratch(n * columns + TILE * n * block + TILE * (Factors::size(n) + FactorGradients::size(n)) +
-                            Tokens::size(n) + 12 * n + 3 * CHUNK * columns + 3 * CHUNK * block);
+                            2 * Tokens::size(n) + 12 * n + 3 * CHUNK * columns + 3 * CHUNK * block);
   auto take = [&](int64_t count) {
     float* here = at_;
     at_ += count;
@@ -241,6 +240,7 @@ inline void backward(const KdnMemory& m, int64_t task) {
   float* factors = take(TILE * Factors::size(n));
   float* gradients = take(TILE * FactorGradients::size(n));
   float* tokens = take(Tokens::size(n));
+  float* results = take(Tokens::size(n));
   float* room = take(12 * n);
   float* values = take(CHUNK * columns);
   float* d_out = take(CHUNK * columns);
@@ -294,22 +294,22 @@ inline void backward(const KdnMemory& m, int64_t task) {
     });
     for (int64_t i = 0; i < minis; ++i) {
       Tokens x = load_tokens(tokens, w, t + i * MINI);
-      finish(x, Factors{factors + i * Factors::size(n), n},
+      finish(results, x, Factors{factors + i * Factors::size(n), n},
              FactorGradients{gradients + i * FactorGradients::size(n), n}, m.scale, room,
              m.k.data != nullptr);
       for (int c = 0; c < MINI && i * MINI + c < count; ++c) {
         const int64_t at = t + i * MINI + c;
-        store_if(m.d_q, w, at, x.q + c * n);
-        store_if(m.d_k, w, at, x.k + c * n);
-        store_if(m.d_gain, w, at, x.g + c * n);
+        store_if(m.d_q, w, at, results + (4 + c) * n);
+        store_if(m.d_k, w, at, results + (8 + c) * n);
+        store_if(m.d_gain, w, at, results + (12 + c) * n);
         store_if(m.d_v, w, at, d_v + (i * MINI + c) * columns);
         if (m.d_decay.data && m.d_decay.channels == 1) {
           Vec total{};
-          for (int64_t j = 0; j < n; j += L) total += load(x.alpha + c * n + j);
+          for (int64_t j = 0; j < n; j += L) total += load(results + c * n + j);
           float one[L] = {sum(total)};
           store_row(m.d_decay, offset(m.d_decay, w.batch, at, w.head), one);
         } else {
-          store_if(m.d_decay, w, at, x.alpha + c * n);
+          store_if(m.d_decay, w, at, results + c * n);
         }
       }
     }
