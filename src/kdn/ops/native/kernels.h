@@ -10,13 +10,19 @@
 
 namespace KDN_NAMESPACE {
 
+// Pieces per head that its columns are cut into where there are fewer heads than threads. The blocks of
+// columns are the same either way, and so are all sums.
+inline int64_t column_cuts(const KdnMemory* m, int threads) {
+  const int64_t heads = m->sequences.count * m->heads, block = WIDE * L;
+  const int64_t most = (round_up(m->value, L) + block - 1) / block;
+  const int64_t wanted = heads < threads ? (threads + heads - 1) / heads : 1;
+  return wanted < most ? wanted : most;
+}
+
 inline void memory_forward(const KdnMemory* m, int threads) {
   const int64_t heads = m->sequences.count * m->heads, columns = round_up(m->value, L);
-  // Fewer heads than threads: cut their columns too. Blocks are the same either way, and so are all sums.
-  const int64_t block = WIDE * L, most = (columns + block - 1) / block;
-  int64_t cuts = heads < threads ? (threads + heads - 1) / heads : 1;
-  cuts = cuts < most ? cuts : most;
-  const int64_t step = (most + cuts - 1) / cuts * block;
+  int64_t cuts = column_cuts(m, threads);
+  const int64_t step = round_up((columns + cuts - 1) / cuts, WIDE * L);
   cuts = (columns + step - 1) / step;
   kdn::parallel(heads * cuts, threads, [&](int64_t i) {
     const int64_t first = i % cuts * step, last = first + step < columns ? first + step : columns;
@@ -25,6 +31,8 @@ inline void memory_forward(const KdnMemory* m, int threads) {
 }
 
 inline void memory_backward(const KdnMemory* m, int threads) {
+  const int64_t cuts = column_cuts(m, threads);
+  if (cuts > 1) return backward_cut(*m, threads, cuts);
   kdn::parallel(m->sequences.count * m->heads, threads, [&](int64_t i) { backward(*m, i); });
 }
 

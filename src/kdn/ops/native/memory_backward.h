@@ -1,5 +1,7 @@
 // The memory's backward pass; memory.h has the equations.
 #pragma once
+#include <vector>
+
 #include "memory.h"
 
 namespace KDN_NAMESPACE {
@@ -224,100 +226,217 @@ KDN_INLINE void store_if(const KdnRows& x, const Where& w, int64_t t, const floa
   if (x.data != nullptr) store_row(x, offset(x, w.batch, t, w.head), from);
 }
 
-inline void backward(const KdnMemory& m, int64_t task) {
-  const Where w(m, task);
-  const int64_t n = w.width, columns = w.columns, block = WIDE * L;
-  const int64_t rows = round_up(m.key, L);
-  float* at_ = kdn::scratch(n * columns + TILE * n * block + TILE * (Factors::size(n) + FactorGradients::size(n)) +
-                            2 * Tokens::size(n) + 12 * n + 3 * CHUNK * columns + 3 * CHUNK * block);
-  auto take = [&](int64_t count) {
-    float* here = at_;
-    at_ += count;
-    return here;
-  };
-  float* ds = take(n * columns);
-  float* states = take(TILE * n * block);
-  float* factors = take(TILE * Factors::size(n));
-  float* gradients = take(TILE * FactorGradients::size(n));
-  float* tokens = take(Tokens::size(n));
-  float* results = take(Tokens::size(n));
-  float* room = take(12 * n);
-  float* values = take(CHUNK * columns);
-  float* d_out = take(CHUNK * columns);
-  float* d_v = take(CHUNK * columns);
-  float* r = take(CHUNK * block);
-  float* o = take(CHUNK * block);
-  float* y = take(CHUNK * block);
-  blocks(0, columns, [&](auto width, int64_t at) {
-    load_block(ds + at * n, m.d_state ? m.d_state + w.state() : nullptr, w, at, width);
+// Room for one task's work on a chunk.
+struct BackwardRoom {
+  float *states, *factors, *tokens, *results, *rows, *values, *d_out, *d_v, *r, *o, *y;
+
+  static constexpr int64_t block = WIDE * L;
+  static int64_t size(int64_t n, int64_t columns) {
+    return TILE * n * block + TILE * Factors::size(n) + 2 * Tokens::size(n) + 12 * n +
+           3 * CHUNK * columns + 3 * CHUNK * block;
+  }
+  BackwardRoom(float* at, int64_t n, int64_t columns) {
+    auto take = [&](int64_t count) {
+      float* here = at;
+      at += count;
+      return here;
+    };
+    states = take(TILE * n * block);
+    factors = take(TILE * Factors::size(n));
+    tokens = take(Tokens::size(n));
+    results = take(Tokens::size(n));
+    rows = take(12 * n);
+    values = take(CHUNK * columns);
+    d_out = take(CHUNK * columns);
+    d_v = take(CHUNK * columns);
+    r = take(CHUNK * block);
+    o = take(CHUNK * block);
+    y = take(CHUNK * block);
+  }
+};
+
+KDN_INLINE int64_t chunk_count(const Where& w) { return (w.end - w.begin + CHUNK - 1) / CHUNK; }
+
+KDN_INLINE void chunk_factors(const Where& w, int64_t t, int64_t minis, const BackwardRoom& room) {
+  for (int64_t i = 0; i < minis; ++i)
+    make_factors(Factors{room.factors + i * Factors::size(w.width), w.width},
+                 load_tokens(room.tokens, w, t + i * MINI), w.m.scale);
+}
+
+// One chunk of the columns [first, last): ∂S (at `ds`, from column `first`) to the chunk's start, ∂V, and the
+// factors' gradients added to gradients(column), which must be zero at first.
+template <typename Gradients>
+void back_columns(const Where& w, int64_t chunk, int64_t first, int64_t last, float* ds,
+                  const BackwardRoom& room, Gradients&& gradients) {
+  const KdnMemory& m = w.m;
+  const int64_t n = w.width, columns = w.columns, t = w.begin + chunk * CHUNK;
+  const int64_t count = t + CHUNK < w.end ? CHUNK : w.end - t, minis = (count + MINI - 1) / MINI;
+  chunk_factors(w, t, minis, room);
+  for (int64_t i = 0; i < minis * MINI; ++i) {
+    float *v = room.values + i * columns, *d = room.d_out + i * columns;
+    if (i < count)
+      load_row(v, m.v, offset(m.v, w.batch, t + i, w.head), columns);
+    else
+      std::memset(v, 0, columns * 4);
+    if (i < count && m.d_out.data)
+      load_row(d, m.d_out, offset(m.d_out, w.batch, t + i, w.head), columns);
+    else
+      std::memset(d, 0, columns * 4);
+  }
+  blocks(first, last, [&](auto width, int64_t at) {
+    constexpr int N = decltype(width)::value;
+    constexpr int64_t span = N * L;
+    const int64_t size = n * span;
+    load_block(room.states, m.checkpoints + w.checkpoint(chunk), w, at, N);
+    for (int64_t i = 0; i < minis; ++i) {
+      const Factors f{room.factors + i * Factors::size(n), n};
+      float* next = i + 1 < minis ? room.states + (i + 1) * size : nullptr;
+      const float *s = room.states + i * size, *v = room.values + i * MINI * columns + at;
+      if (m.k.data)
+        replay<N, true>(next, s, f, n, v, columns, room.r + i * MINI * span);
+      else
+        replay<N, false>(next, s, f, n, v, columns, room.r + i * MINI * span);
+      for (int c = 0; c < MINI; ++c)
+        std::memcpy(room.o + (i * MINI + c) * span, room.d_out + (i * MINI + c) * columns + at,
+                    span * 4);
+    }
+    float* d = ds + (at - first) * n;
+    for (int64_t i = minis - 1; i >= 0; --i) {
+      if (at == first) fetch(w, t - CHUNK + i * MINI, m.d_out);
+      const Factors f{room.factors + i * Factors::size(n), n};
+      const FactorGradients g{gradients(at) + i * FactorGradients::size(n), n};
+      const float *s = room.states + i * size, *o = room.o + i * MINI * span;
+      const float* r = room.r + i * MINI * span;
+      float* y = room.y + i * MINI * span;
+      if (m.k.data)
+        step_back<N, true>(d, s, f, g, n, o, r, y);
+      else
+        step_back<N, false>(d, s, f, g, n, o, r, y);
+      for (int c = 0; c < MINI; ++c)
+        std::memcpy(room.d_v + (i * MINI + c) * columns + at, y + c * span, span * 4);
+    }
   });
-  const int64_t chunks = (w.end - w.begin + CHUNK - 1) / CHUNK;
-  for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
-    const int64_t t = w.begin + chunk * CHUNK, count = t + CHUNK < w.end ? CHUNK : w.end - t;
-    const int64_t minis = (count + MINI - 1) / MINI;
-    for (int64_t i = 0; i < minis; ++i) {
-      Tokens x = load_tokens(tokens, w, t + i * MINI);
-      make_factors(Factors{factors + i * Factors::size(n), n}, x, m.scale);
-    }
-    std::memset(gradients, 0, minis * FactorGradients::size(n) * 4);
-    for (int64_t i = 0; i < minis * MINI; ++i) {
-      float *v = values + i * columns, *d = d_out + i * columns;
-      if (i < count) load_row(v, m.v, offset(m.v, w.batch, t + i, w.head), columns);
-      else std::memset(v, 0, columns * 4);
-      if (i < count && m.d_out.data) load_row(d, m.d_out, offset(m.d_out, w.batch, t + i, w.head), columns);
-      else std::memset(d, 0, columns * 4);
-    }
-    blocks(0, columns, [&](auto width, int64_t at) {
-      constexpr int N = decltype(width)::value;
-      constexpr int64_t span = N * L;
-      const int64_t size = n * span;
-      load_block(states, m.checkpoints + w.checkpoint(chunk), w, at, N);
-      for (int64_t i = 0; i < minis; ++i) {
-        const Factors f{factors + i * Factors::size(n), n};
-        float* next = i + 1 < minis ? states + (i + 1) * size : nullptr;
-        const float* v = values + i * MINI * columns + at;
-        if (m.k.data) replay<N, true>(next, states + i * size, f, rows, v, columns, r + i * MINI * span);
-        else replay<N, false>(next, states + i * size, f, rows, v, columns, r + i * MINI * span);
-        for (int c = 0; c < MINI; ++c)
-          std::memcpy(o + (i * MINI + c) * span, d_out + (i * MINI + c) * columns + at, span * 4);
-      }
-      for (int64_t i = minis - 1; i >= 0; --i) {
-        const Factors f{factors + i * Factors::size(n), n};
-        const FactorGradients g{gradients + i * FactorGradients::size(n), n};
-        if (at == 0) fetch(w, t - CHUNK + i * MINI, m.d_out);
-        const float *s = states + i * size, *o_i = o + i * MINI * span, *r_i = r + i * MINI * span;
-        if (m.k.data) step_back<N, true>(ds + at * n, s, f, g, rows, o_i, r_i, y + i * MINI * span);
-        else step_back<N, false>(ds + at * n, s, f, g, rows, o_i, r_i, y + i * MINI * span);
-        for (int c = 0; c < MINI; ++c)
-          std::memcpy(d_v + (i * MINI + c) * columns + at, y + (i * MINI + c) * span, span * 4);
-      }
-    });
-    for (int64_t i = 0; i < minis; ++i) {
-      Tokens x = load_tokens(tokens, w, t + i * MINI);
-      finish(results, x, Factors{factors + i * Factors::size(n), n},
-             FactorGradients{gradients + i * FactorGradients::size(n), n}, m.scale, room,
-             m.k.data != nullptr);
-      for (int c = 0; c < MINI && i * MINI + c < count; ++c) {
-        const int64_t at = t + i * MINI + c;
-        store_if(m.d_q, w, at, results + (4 + c) * n);
-        store_if(m.d_k, w, at, results + (8 + c) * n);
-        store_if(m.d_gain, w, at, results + (12 + c) * n);
-        store_if(m.d_v, w, at, d_v + (i * MINI + c) * columns);
-        if (m.d_decay.data && m.d_decay.channels == 1) {
-          Vec total{};
-          for (int64_t j = 0; j < n; j += L) total += load(results + c * n + j);
-          float one[L] = {sum(total)};
-          store_row(m.d_decay, offset(m.d_decay, w.batch, at, w.head), one);
-        } else {
-          store_if(m.d_decay, w, at, results + c * n);
-        }
+  if (m.d_v.data == nullptr) return;
+  KdnRows part = m.d_v;
+  part.channels = (int32_t)((last < m.value ? last : m.value) - first);
+  for (int64_t i = 0; i < count; ++i)
+    store_row(part, offset(m.d_v, w.batch, t + i, w.head) + first, room.d_v + i * columns + first);
+}
+
+// One chunk's ∂q, ∂k, ∂gain and ∂ log α from its factors' gradients.
+inline void back_rows(const Where& w, int64_t chunk, const BackwardRoom& room, float* gradients) {
+  const KdnMemory& m = w.m;
+  const int64_t n = w.width, t = w.begin + chunk * CHUNK;
+  const int64_t count = t + CHUNK < w.end ? CHUNK : w.end - t, minis = (count + MINI - 1) / MINI;
+  for (int64_t i = 0; i < minis; ++i) {
+    const Tokens x = load_tokens(room.tokens, w, t + i * MINI);
+    const float* result = room.results;
+    finish(room.results, x, Factors{room.factors + i * Factors::size(n), n},
+           FactorGradients{gradients + i * FactorGradients::size(n), n}, m.scale, room.rows,
+           m.k.data != nullptr);
+    for (int c = 0; c < MINI && i * MINI + c < count; ++c) {
+      const int64_t at = t + i * MINI + c;
+      store_if(m.d_q, w, at, result + (4 + c) * n);
+      store_if(m.d_k, w, at, result + (8 + c) * n);
+      store_if(m.d_gain, w, at, result + (12 + c) * n);
+      if (m.d_decay.data && m.d_decay.channels == 1) {
+        Vec total{};
+        for (int64_t j = 0; j < n; j += L) total += load(result + c * n + j);
+        float one[L] = {sum(total)};
+        store_row(m.d_decay, offset(m.d_decay, w.batch, at, w.head), one);
+      } else {
+        store_if(m.d_decay, w, at, result + c * n);
       }
     }
   }
-  if (m.d_initial != nullptr)
-    blocks(0, columns, [&](auto width, int64_t at) {
-      store_block(m.d_initial + w.state(), ds + at * n, w, at, width);
+}
+
+KDN_INLINE void start_back(const Where& w, int64_t first, int64_t last, float* ds) {
+  const float* d_state = w.m.d_state ? w.m.d_state + w.state() : nullptr;
+  blocks(first, last, [&](auto width, int64_t at) {
+    load_block(ds + (at - first) * w.width, d_state, w, at, width);
+  });
+}
+KDN_INLINE void end_back(const Where& w, int64_t first, int64_t last, const float* ds) {
+  if (w.m.d_initial == nullptr) return;
+  blocks(first, last, [&](auto width, int64_t at) {
+    store_block(w.m.d_initial + w.state(), ds + (at - first) * w.width, w, at, width);
+  });
+}
+
+// One sequence and head on one thread.
+inline void backward(const KdnMemory& m, int64_t task) {
+  const Where w(m, task);
+  const int64_t n = w.width, size = TILE * FactorGradients::size(n);
+  float* ds = kdn::scratch(n * w.columns + size + BackwardRoom::size(n, w.columns));
+  float* gradients = ds + n * w.columns;
+  const BackwardRoom room(gradients + size, n, w.columns);
+  start_back(w, 0, w.columns, ds);
+  for (int64_t chunk = chunk_count(w) - 1; chunk >= 0; --chunk) {
+    std::memset(gradients, 0, size * 4);
+    back_columns(w, chunk, 0, w.columns, ds, room, [&](int64_t) { return gradients; });
+    back_rows(w, chunk, room, gradients);
+  }
+  end_back(w, 0, w.columns, ds);
+}
+
+// Fewer heads than threads: their columns are shared out, `cuts` pieces a head, a window of chunks at a time.
+// Each block of columns leaves its own sums; they are then added in the order in which `backward` adds
+// them, so the result is the same to the last bit.
+inline void backward_cut(const KdnMemory& m, int threads, int64_t cuts) {
+  constexpr int64_t window = 8, block = WIDE * L;
+  const int64_t heads = m.sequences.count * m.heads, n = round_up(m.key, L);
+  const int64_t columns = round_up(m.value, L), parts = (columns + block - 1) / block;
+  const int64_t step = (parts + cuts - 1) / cuts * block, size = TILE * FactorGradients::size(n);
+  cuts = (columns + step - 1) / step;
+  std::vector<float> states(heads * n * columns), sums(heads * window * parts * size);
+  int64_t longest = 0;
+  for (int64_t task = 0; task < heads; ++task) {
+    const int64_t count = chunk_count(Where(m, task));
+    longest = count > longest ? count : longest;
+  }
+  auto piece = [&](int64_t i, auto&& work) {
+    const Where w(m, i / cuts);
+    const int64_t first = i % cuts * step, last = first + step < columns ? first + step : columns;
+    work(w, first, last, states.data() + (i / cuts * columns + first) * n);
+  };
+  auto sums_of = [&](int64_t task, int64_t chunk, int64_t at) {
+    return sums.data() + ((task * window + chunk % window) * parts + at / block) * size;
+  };
+  kdn::parallel(heads * cuts, threads, [&](int64_t i) {
+    piece(i, [&](const Where& w, int64_t first, int64_t last, float* ds) { start_back(w, first, last, ds); });
+  });
+  for (int64_t low = (longest - 1) / window * window; low >= 0; low -= window) {
+    kdn::parallel(heads * cuts, threads, [&](int64_t i) {
+      piece(i, [&](const Where& w, int64_t first, int64_t last, float* ds) {
+        const BackwardRoom room(kdn::scratch(BackwardRoom::size(n, columns)), n, columns);
+        const int64_t high = low + window < chunk_count(w) ? low + window : chunk_count(w);
+        for (int64_t chunk = high - 1; chunk >= low; --chunk) {
+          for (int64_t at = first; at < last; at += block)
+            std::memset(sums_of(i / cuts, chunk, at), 0, size * 4);
+          back_columns(w, chunk, first, last, ds, room,
+                       [&](int64_t at) { return sums_of(i / cuts, chunk, at); });
+        }
+      });
     });
+    kdn::parallel(heads * window, threads, [&](int64_t i) {
+      const Where w(m, i / window);
+      const int64_t chunk = low + i % window;
+      if (chunk >= chunk_count(w)) return;
+      const BackwardRoom room(kdn::scratch(BackwardRoom::size(n, columns)), n, columns);
+      const int64_t t = w.begin + chunk * CHUNK;
+      chunk_factors(w, t, ((t + CHUNK < w.end ? CHUNK : w.end - t) + MINI - 1) / MINI, room);
+      float* total = sums_of(i / window, chunk, 0);
+      for (int64_t at = block; at < columns; at += block) {
+        const float* more = sums_of(i / window, chunk, at);
+        for (int64_t j = 0; j < size; j += L) store(total + j, load(total + j) + load(more + j));
+      }
+      back_rows(w, chunk, room, total);
+    });
+  }
+  kdn::parallel(heads * cuts, threads, [&](int64_t i) {
+    piece(i, [&](const Where& w, int64_t first, int64_t last, float* ds) { end_back(w, first, last, ds); });
+  });
 }
 
 }  // namespace KDN_NAMESPACE
