@@ -2,7 +2,7 @@
 # A torch that is already in .venv is left alone; make PYTHON=python3.12 test picks the interpreter.
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint types clean
+.PHONY: help test lint types sanitize clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,13 +19,36 @@ NATIVE := $(wildcard src/kdn/ops/native/*.cpp src/kdn/ops/native/*.h src/kdn/ops
 
 help:
 	@echo "make test    set up .venv if needed, then lint, types and every test"
+	@echo "make sanitize  the CPU kernels under sanitizers, on random shapes and strides"
 	@echo "make lint    ruff: rules and format"
 	@echo "make types   mypy on src/kdn"
 	@echo "make clean   remove .venv, caches and build output"
 
-test: lint types
+test: lint types sanitize
 	@echo "==> tests: pytest, two workers with one thread each"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Addresses and undefined behaviour, over a fuzz of shapes, strides and types (tests/native/fuzz.cpp).
+SANITIZED := build/sanitize
+NATIVE_SRC := src/kdn/ops/native
+CHECKED := -std=c++17 -O1 -g -ffp-contract=fast -Wno-psabi -pthread -I$(NATIVE_SRC) \
+           -fsanitize=address,undefined -fno-sanitize-recover=all
+X86 := $(filter x86_64 AMD64,$(shell uname -m))
+FLAGS_isa_avx2 := -mavx2 -mfma
+FLAGS_isa_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma
+PARTS := dispatch threads isa_baseline $(if $(X86),isa_avx2 isa_avx512)
+
+$(SANITIZED)/%.o: $(NATIVE_SRC)/%.cpp $(NATIVE)
+	@mkdir -p $(@D)
+	@$(CXX) $(CHECKED) $(if $(X86),-DKDN_X86) $(FLAGS_$*) -c $< -o $@
+
+$(SANITIZED)/fuzz: tests/native/fuzz.cpp $(PARTS:%=$(SANITIZED)/%.o)
+	@$(CXX) $(CHECKED) $^ -o $@
+
+sanitize:
+	@echo "==> sanitizers: the CPU kernels on random shapes and strides"
+	@$(MAKE) --no-print-directory -j 2 $(SANITIZED)/fuzz
+	@$(SANITIZED)/fuzz 60
 
 lint: $(STAMP)
 	@echo "==> lint: ruff check, ruff format --check"

@@ -386,8 +386,9 @@ inline void backward(const KdnMemory& m, int64_t task) {
 inline void backward_cut(const KdnMemory& m, int threads, int64_t cuts) {
   constexpr int64_t window = 8, block = WIDE * L;
   const int64_t heads = m.sequences.count * m.heads, n = round_up(m.key, L);
-  const int64_t columns = round_up(m.value, L), parts = (columns + block - 1) / block;
-  const int64_t step = (parts + cuts - 1) / cuts * block, size = TILE * FactorGradients::size(n);
+  const int64_t columns = round_up(m.value, L), wide = (columns + block - 1) / block;
+  const int64_t step = (wide + cuts - 1) / cuts * block, size = TILE * FactorGradients::size(n);
+  const int64_t parts = columns / block + (columns % block / L + 1) / 2;  // as `blocks` cuts them
   cuts = (columns + step - 1) / step;
   std::vector<float> states(heads * n * columns), sums(heads * window * parts * size);
   int64_t longest = 0;
@@ -401,7 +402,8 @@ inline void backward_cut(const KdnMemory& m, int threads, int64_t cuts) {
     work(w, first, last, states.data() + (i / cuts * columns + first) * n);
   };
   auto sums_of = [&](int64_t task, int64_t chunk, int64_t at) {
-    return sums.data() + ((task * window + chunk % window) * parts + at / block) * size;
+    const int64_t part = at / block + (at % block != 0);
+    return sums.data() + ((task * window + chunk % window) * parts + part) * size;
   };
   kdn::parallel(heads * cuts, threads, [&](int64_t i) {
     piece(i, [&](const Where& w, int64_t first, int64_t last, float* ds) { start_back(w, first, last, ds); });
@@ -412,8 +414,7 @@ inline void backward_cut(const KdnMemory& m, int threads, int64_t cuts) {
         const BackwardRoom room(kdn::scratch(BackwardRoom::size(n, columns)), n, columns);
         const int64_t high = low + window < chunk_count(w) ? low + window : chunk_count(w);
         for (int64_t chunk = high - 1; chunk >= low; --chunk) {
-          for (int64_t at = first; at < last; at += block)
-            std::memset(sums_of(i / cuts, chunk, at), 0, size * 4);
+          blocks(first, last, [&](auto, int64_t at) { std::memset(sums_of(i / cuts, chunk, at), 0, size * 4); });
           back_columns(w, chunk, first, last, ds, room,
                        [&](int64_t at) { return sums_of(i / cuts, chunk, at); });
         }
@@ -427,8 +428,8 @@ inline void backward_cut(const KdnMemory& m, int threads, int64_t cuts) {
       const int64_t t = w.begin + chunk * CHUNK;
       chunk_factors(w, t, ((t + CHUNK < w.end ? CHUNK : w.end - t) + MINI - 1) / MINI, room);
       float* total = sums_of(i / window, chunk, 0);
-      for (int64_t at = block; at < columns; at += block) {
-        const float* more = sums_of(i / window, chunk, at);
+      for (int64_t part = 1; part < parts; ++part) {
+        const float* more = total + part * size;
         for (int64_t j = 0; j < size; j += L) store(total + j, load(total + j) + load(more + j));
       }
       back_rows(w, chunk, room, total);
