@@ -18,6 +18,7 @@
 //
 // Padding has k = 0, ω = 0, p = 0 and ∂p = 0, and so stays.
 #pragma once
+#include "heads.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -39,6 +40,8 @@ struct Place {
     begin = s.offsets ? s.offsets[sequence] : 0;
     end = s.offsets ? s.offsets[sequence + 1] : s.length;
   }
+  // A later head of the same sequence.
+  Place(const Place& first, int64_t later) : Place(first) { head += later; }
   int64_t row(const KdnRows& x, int64_t t) const { return offset(x, batch, t, head); }
   int64_t cov() const { return sequence * g.heads + head; }
   int64_t checkpoint(int64_t chunk) const { return (g.first_chunk[sequence] + chunk) * g.heads + head; }
@@ -76,6 +79,7 @@ KDN_INLINE void store_one(const KdnRows& x, const Place& w, int64_t t, float val
   float one[L] = {value};
   store_row(x, w.row(x, t), one);
 }
+KDN_INLINE int64_t chunk_count(const Place& w) { return (w.end - w.begin + GAIN_CHUNK - 1) / GAIN_CHUNK; }
 KDN_INLINE void fill(float* to, float value, int64_t n, int64_t padded) {
   for (int64_t i = 0; i < padded; ++i) to[i] = i < n ? value : 0;
 }
@@ -101,8 +105,9 @@ KDN_INLINE void fetch_forward(const Place& w, int64_t t) {
   fetch_row(w.g.prior, w, t);
 }
 // Step `step` of the backward pass over the chunk of `count` tokens from `first`: first through its inputs,
-// then back through its gradients, then on into the chunk before.
-KDN_INLINE void fetch_backward(const Place& w, int64_t first, int64_t count, int64_t step) {
+// then back through its gradients, then on into the inputs of the turn after it.
+KDN_INLINE void fetch_backward(const Place& w, int64_t first, int64_t count, int64_t step, const Place& next,
+                               int64_t next_first) {
   if (step < count) {
     fetch_inputs(w, first + step);
   } else if (step < 2 * count) {
@@ -113,8 +118,8 @@ KDN_INLINE void fetch_backward(const Place& w, int64_t first, int64_t count, int
     fetch_row(w.g.d_decay, w, t);
     fetch_row(w.g.d_noise, w, t);
     fetch_row(w.g.d_obs, w, t);
-  } else if (first > w.begin && step - 2 * count < GAIN_CHUNK) {
-    fetch_inputs(w, first - GAIN_CHUNK + step - 2 * count);
+  } else if (next_first >= w.begin && next_first + step - 2 * count < w.end) {
+    fetch_inputs(next, next_first + step - 2 * count);
   }
 }
 
@@ -152,57 +157,68 @@ KDN_INLINE float diagonal_step(float* prior, float* shrink, float* after, const 
   return sum(z);
 }
 
-inline void diagonal_forward(const KdnGain& g, int64_t task) {
-  const Place w(g, task);
-  const int64_t n = w.width;
-  float* p = kdn::scratch(7 * n);
-  float *alpha2 = p + n, *shrink = p + 2 * n, *prior_room = p + 3 * n, *k_room = p + 4 * n,
-        *noise_room = p + 5 * n, *gain_room = p + 6 * n;
-  const float mu = g.info_scale[w.head];
-  fill(p, 1, g.key, n);
-  if (g.initial) std::memcpy(p, g.initial + w.cov() * g.key, g.key * 4);
-  for (int64_t t = w.begin; t < w.begin + AHEAD; ++t) fetch_forward(w, t);
-  for (int64_t t = w.begin; t < w.end; ++t) {
-    fetch_forward(w, t + AHEAD);
-    if (g.checkpoints && (t - w.begin) % GAIN_CHUNK == 0)
-      std::memcpy(g.checkpoints + w.checkpoint((t - w.begin) / GAIN_CHUNK) * g.key, p, g.key * 4);
-    load_decay(alpha2, w, t);
-    const float* k = see_row(k_room, g.k, w, t, n);
-    const float* noise = see_row(noise_room, g.noise, w, t, n);
-    const float r = load_one(g.obs, w, t);
-    float* prior = open_row(prior_room, g.prior, w, t, n);
-    const float z = diagonal_step(prior, shrink, p, p, k, alpha2, noise, mu / r, n);
-    const Vec inverse = splat(1 / (r + z));
-    float* gain = open_row(gain_room, g.gain, w, t, n);
-    for (int64_t i = 0; i < n; i += L) store(gain + i, load(prior + i) * inverse * load(k + i));
-    close_row(gain, g.gain, w, t, n);
-    close_row(prior, g.prior, w, t, n);
+inline void diagonal_forward(const KdnGain& g, Heads heads) {
+  const Place any(g, heads.first);
+  const int64_t n = any.width;
+  float* room = kdn::scratch(6 * n + heads.count * n);
+  float *alpha2 = room, *shrink = room + n, *prior_room = room + 2 * n, *k_room = room + 3 * n,
+        *noise_room = room + 4 * n, *gain_room = room + 5 * n, *covs = room + 6 * n;
+  for (int64_t h = 0; h < heads.count; ++h) {
+    const Place w(any, h);
+    fill(covs + h * n, 1, g.key, n);
+    if (g.initial) std::memcpy(covs + h * n, g.initial + w.cov() * g.key, g.key * 4);
+    for (int64_t t = w.begin; t < w.begin + AHEAD; ++t) fetch_forward(w, t);
   }
-  std::memcpy(g.cov + w.cov() * g.key, p, g.key * 4);
+  for (int64_t t = any.begin; t < any.end; ++t)
+    for (int64_t h = 0; h < heads.count; ++h) {
+      const Place w(any, h);
+      float* p = covs + h * n;
+      fetch_forward(w, t + AHEAD);
+      if (g.checkpoints && (t - w.begin) % GAIN_CHUNK == 0)
+        std::memcpy(g.checkpoints + w.checkpoint((t - w.begin) / GAIN_CHUNK) * g.key, p, g.key * 4);
+      load_decay(alpha2, w, t);
+      const float* k = see_row(k_room, g.k, w, t, n);
+      const float* noise = see_row(noise_room, g.noise, w, t, n);
+      const float r = load_one(g.obs, w, t);
+      float* prior = open_row(prior_room, g.prior, w, t, n);
+      const float z = diagonal_step(prior, shrink, p, p, k, alpha2, noise, g.info_scale[w.head] / r, n);
+      const Vec inverse = splat(1 / (r + z));
+      float* gain = open_row(gain_room, g.gain, w, t, n);
+      for (int64_t i = 0; i < n; i += L) store(gain + i, load(prior + i) * inverse * load(k + i));
+      close_row(gain, g.gain, w, t, n);
+      close_row(prior, g.prior, w, t, n);
+    }
+  for (int64_t h = 0; h < heads.count; ++h)
+    std::memcpy(g.cov + Place(any, h).cov() * g.key, covs + h * n, g.key * 4);
 }
 
-inline void diagonal_backward(const KdnGain& g, int64_t task) {
-  const Place w(g, task);
-  const int64_t n = w.width, block = GAIN_CHUNK * n;
-  float* keys = kdn::scratch(5 * block + 7 * n);
+inline void diagonal_backward(const KdnGain& g, Heads heads) {
+  const Place any(g, heads.first);
+  const int64_t n = any.width, block = GAIN_CHUNK * n;
+  float* keys = kdn::scratch(5 * block + (6 + heads.count) * n);
   float *alpha2s = keys + block, *priors = keys + 2 * block, *shrinks = keys + 3 * block,
         *before = keys + 4 * block;  // GAIN_CHUNK + 1 rows
-  float* d_p = before + block + n;
-  float *row = d_p + n, *d_gain_room = d_p + 2 * n, *d_k_room = d_p + 3 * n, *d_decay_room = d_p + 4 * n,
-        *d_noise_room = d_p + 5 * n;
+  float* row = before + block + n;
+  float *d_gain_room = row + n, *d_k_room = row + 2 * n, *d_decay_room = row + 3 * n,
+        *d_noise_room = row + 4 * n, *d_covs = row + 5 * n;
   float obs[GAIN_CHUNK], inverse[GAIN_CHUNK];
-  const float mu = g.info_scale[w.head];
-  double d_mu = 0;
-  fill(d_p, 0, 0, n);
-  if (g.d_cov) std::memcpy(d_p, g.d_cov + w.cov() * g.key, g.key * 4);
+  double d_mus[MOST_HEADS] = {};
+  fill(d_covs, 0, 0, heads.count * n);
+  for (int64_t h = 0; h < heads.count && g.d_cov; ++h)
+    std::memcpy(d_covs + h * n, g.d_cov + Place(any, h).cov() * g.key, g.key * 4);
 
-  for (int64_t chunk = (w.end - w.begin + GAIN_CHUNK - 1) / GAIN_CHUNK - 1; chunk >= 0; --chunk) {
+  for (Turn now{0, chunk_count(any) - 1}; now.tile >= 0; now = next_turn(now, heads, -1)) {
+    const Turn after = next_turn(now, heads, -1);
+    const Place w(any, now.head), next(any, after.head);
+    const int64_t chunk = now.tile, next_first = any.begin + after.tile * GAIN_CHUNK;
+    const float mu = g.info_scale[w.head];
+    float* d_p = d_covs + now.head * n;
     const int64_t first = w.begin + chunk * GAIN_CHUNK;
     const int64_t count = first + GAIN_CHUNK < w.end ? GAIN_CHUNK : w.end - first;
     fill(before, 0, 0, n);
     std::memcpy(before, g.checkpoints + w.checkpoint(chunk) * g.key, g.key * 4);
     for (int64_t j = 0; j < count; ++j) {
-      fetch_backward(w, first, count, j + AHEAD);
+      fetch_backward(w, first, count, j + AHEAD, next, next_first);
       load_decay(alpha2s + j * n, w, first + j);
       load_row(keys + j * n, g.k, w.row(g.k, first + j), n);
       const float* noise = see_row(row, g.noise, w, first + j, n);
@@ -213,7 +229,7 @@ inline void diagonal_backward(const KdnGain& g, int64_t task) {
     }
     for (int64_t j = count - 1; j >= 0; --j) {
       const int64_t t = first + j;
-      fetch_backward(w, first, count, 2 * count - 1 - j + AHEAD);
+      fetch_backward(w, first, count, 2 * count - 1 - j + AHEAD, next, next_first);
       const float *k = keys + j * n, *alpha2 = alpha2s + j * n, *prior = priors + j * n,
                   *shrink = shrinks + j * n, *p = before + j * n;
       const float* d_gain = see_row(d_gain_room, g.d_gain, w, t, n);
@@ -243,7 +259,7 @@ inline void diagonal_backward(const KdnGain& g, int64_t task) {
         store(d_p + i, back);
       }
       const float d_ratio = sum(d_evidence) / obs[j];  // ∂(μ/r) / r
-      d_mu += d_ratio;
+      d_mus[now.head] += d_ratio;
       store_one(g.d_obs, w, t, d_gamma - d_ratio * (mu / obs[j]));
       close_row(d_k, g.d_k, w, t, n);
       close_row(d_noise, g.d_noise, w, t, n);
@@ -253,8 +269,11 @@ inline void diagonal_backward(const KdnGain& g, int64_t task) {
         close_row(d_decay, g.d_decay, w, t, n);
     }
   }
-  g.d_info_scale[w.cov()] = (float)d_mu;
-  if (g.d_initial) std::memcpy(g.d_initial + w.cov() * g.key, d_p, g.key * 4);
+  for (int64_t h = 0; h < heads.count; ++h) {
+    const int64_t at = Place(any, h).cov();
+    g.d_info_scale[at] = (float)d_mus[h];
+    if (g.d_initial) std::memcpy(g.d_initial + at * g.key, d_covs + h * n, g.key * 4);
+  }
 }
 
 // --- isotropic ---
@@ -278,48 +297,58 @@ KDN_INLINE float mean_decay(float* to, const Place& w, int64_t t) {
   return sum(z) / (float)w.g.key;
 }
 
-inline void isotropic_forward(const KdnGain& g, int64_t task) {
-  const Place w(g, task);
-  const int64_t n = w.width;
+inline void isotropic_forward(const KdnGain& g, Heads heads) {
+  const Place any(g, heads.first);
+  const int64_t n = any.width;
   float* alpha2 = kdn::scratch(3 * n);
   float *k_room = alpha2 + n, *gain_room = alpha2 + 2 * n;
-  const float mu = g.info_scale[w.head] / (float)g.key;
-  float p = g.initial ? g.initial[w.cov()] : 1;
-  for (int64_t t = w.begin; t < w.begin + AHEAD; ++t) fetch_forward(w, t);
-  for (int64_t t = w.begin; t < w.end; ++t) {
-    fetch_forward(w, t + AHEAD);
-    if (g.checkpoints && (t - w.begin) % GAIN_CHUNK == 0)
-      g.checkpoints[w.checkpoint((t - w.begin) / GAIN_CHUNK)] = p;
-    const float* k = see_row(k_room, g.k, w, t, n);
-    const float e = dot(k, k, n), r = load_one(g.obs, w, t);
-    const float prior = mean_decay(alpha2, w, t) * p + load_one(g.noise, w, t);
-    p = prior / (1 + mu / r * e * prior);
-    const Vec scale = splat(prior / (r + prior * e));
-    float* gain = open_row(gain_room, g.gain, w, t, n);
-    for (int64_t i = 0; i < n; i += L) store(gain + i, load(k + i) * scale);
-    close_row(gain, g.gain, w, t, n);
-    store_one(g.prior, w, t, prior);
+  float covs[MOST_HEADS];
+  for (int64_t h = 0; h < heads.count; ++h) {
+    const Place w(any, h);
+    covs[h] = g.initial ? g.initial[w.cov()] : 1;
+    for (int64_t t = w.begin; t < w.begin + AHEAD; ++t) fetch_forward(w, t);
   }
-  g.cov[w.cov()] = p;
+  for (int64_t t = any.begin; t < any.end; ++t)
+    for (int64_t h = 0; h < heads.count; ++h) {
+      const Place w(any, h);
+      fetch_forward(w, t + AHEAD);
+      if (g.checkpoints && (t - w.begin) % GAIN_CHUNK == 0)
+        g.checkpoints[w.checkpoint((t - w.begin) / GAIN_CHUNK)] = covs[h];
+      const float* k = see_row(k_room, g.k, w, t, n);
+      const float e = dot(k, k, n), r = load_one(g.obs, w, t);
+      const float prior = mean_decay(alpha2, w, t) * covs[h] + load_one(g.noise, w, t);
+      covs[h] = prior / (1 + g.info_scale[w.head] / (float)g.key / r * e * prior);
+      const Vec scale = splat(prior / (r + prior * e));
+      float* gain = open_row(gain_room, g.gain, w, t, n);
+      for (int64_t i = 0; i < n; i += L) store(gain + i, load(k + i) * scale);
+      close_row(gain, g.gain, w, t, n);
+      store_one(g.prior, w, t, prior);
+    }
+  for (int64_t h = 0; h < heads.count; ++h) g.cov[Place(any, h).cov()] = covs[h];
 }
 
-inline void isotropic_backward(const KdnGain& g, int64_t task) {
-  const Place w(g, task);
-  const int64_t n = w.width, block = GAIN_CHUNK * n;
+inline void isotropic_backward(const KdnGain& g, Heads heads) {
+  const Place any(g, heads.first);
+  const int64_t n = any.width, block = GAIN_CHUNK * n;
   float* keys = kdn::scratch(2 * block + 3 * n);
   float* alpha2s = keys + block;
   float *d_gain_room = keys + 2 * block, *d_k_room = d_gain_room + n, *d_decay_room = d_gain_room + 2 * n;
   float obs[GAIN_CHUNK], es[GAIN_CHUNK], means[GAIN_CHUNK], priors[GAIN_CHUNK], before[GAIN_CHUNK];
-  const float mu = g.info_scale[w.head] / (float)g.key;
-  double d_mu = 0;
-  float d_p = g.d_cov ? g.d_cov[w.cov()] : 0;
+  double d_mus[MOST_HEADS] = {};
+  float d_covs[MOST_HEADS] = {};
+  for (int64_t h = 0; h < heads.count && g.d_cov; ++h) d_covs[h] = g.d_cov[Place(any, h).cov()];
 
-  for (int64_t chunk = (w.end - w.begin + GAIN_CHUNK - 1) / GAIN_CHUNK - 1; chunk >= 0; --chunk) {
+  for (Turn now{0, chunk_count(any) - 1}; now.tile >= 0; now = next_turn(now, heads, -1)) {
+    const Turn after = next_turn(now, heads, -1);
+    const Place w(any, now.head), next(any, after.head);
+    const int64_t chunk = now.tile, next_first = any.begin + after.tile * GAIN_CHUNK;
+    const float mu = g.info_scale[w.head] / (float)g.key;
+    float& d_p = d_covs[now.head];
     const int64_t first = w.begin + chunk * GAIN_CHUNK;
     const int64_t count = first + GAIN_CHUNK < w.end ? GAIN_CHUNK : w.end - first;
     float p = g.checkpoints[w.checkpoint(chunk)];
     for (int64_t j = 0; j < count; ++j) {
-      fetch_backward(w, first, count, j + AHEAD);
+      fetch_backward(w, first, count, j + AHEAD, next, next_first);
       load_row(keys + j * n, g.k, w.row(g.k, first + j), n);
       es[j] = dot(keys + j * n, keys + j * n, n);
       obs[j] = load_one(g.obs, w, first + j);
@@ -330,7 +359,7 @@ inline void isotropic_backward(const KdnGain& g, int64_t task) {
     }
     for (int64_t j = count - 1; j >= 0; --j) {
       const int64_t t = first + j;
-      fetch_backward(w, first, count, 2 * count - 1 - j + AHEAD);
+      fetch_backward(w, first, count, 2 * count - 1 - j + AHEAD, next, next_first);
       const float *k = keys + j * n, *d_gain = see_row(d_gain_room, g.d_gain, w, t, n);
       const float r = obs[j], e = es[j], prior = priors[j], evidence = mu / r;
       const float inverse = 1 / (r + prior * e), shrink = 1 / (1 + evidence * e * prior);
@@ -341,7 +370,7 @@ inline void isotropic_backward(const KdnGain& g, int64_t task) {
       const float d_ratio = d_u * e / r;
       const float d_log = 2 * before[j] * d_prior;  // ∂log α / α²
       d_p = means[j] * d_prior;
-      d_mu += d_ratio;
+      d_mus[now.head] += d_ratio;
       store_one(g.d_noise, w, t, d_prior);
       store_one(g.d_obs, w, t, d_gamma - d_ratio * evidence);
       const Vec of_gain = splat(prior * inverse), of_key = splat(2 * d_e);
@@ -358,8 +387,11 @@ inline void isotropic_backward(const KdnGain& g, int64_t task) {
       }
     }
   }
-  g.d_info_scale[w.cov()] = (float)(d_mu / (double)g.key);
-  if (g.d_initial) g.d_initial[w.cov()] = d_p;
+  for (int64_t h = 0; h < heads.count; ++h) {
+    const int64_t at = Place(any, h).cov();
+    g.d_info_scale[at] = (float)(d_mus[h] / (double)g.key);
+    if (g.d_initial) g.d_initial[at] = d_covs[h];
+  }
 }
 
 }  // namespace KDN_NAMESPACE

@@ -20,22 +20,29 @@ inline int64_t column_cuts(const KdnMemory* m, int threads) {
 }
 
 inline void memory_forward(const KdnMemory* m, int threads) {
-  const int64_t heads = m->sequences.count * m->heads, columns = round_up(m->value, L);
+  const int64_t columns = round_up(m->value, L);
   int64_t cuts = column_cuts(m, threads);
   const int64_t step = round_up((columns + cuts - 1) / cuts, WIDE * L);
   cuts = (columns + step - 1) / step;
-  kdn::parallel(heads * cuts, threads, [&](int64_t i) {
+  const Sharing sharing(m->sequences.count, m->heads, cuts, threads);
+  kdn::parallel(sharing.tasks * cuts, threads, [&](int64_t i) {
     const int64_t first = i % cuts * step, last = first + step < columns ? first + step : columns;
-    forward(*m, i / cuts, first, last);
+    forward(*m, sharing[i / cuts], first, last);
   });
 }
 
 inline void memory_backward(const KdnMemory* m, int threads) {
   const int64_t cuts = column_cuts(m, threads);
   if (cuts > 1) return backward_cut(*m, threads, cuts);
-  kdn::parallel(m->sequences.count * m->heads, threads, [&](int64_t i) { backward(*m, i); });
+  const Sharing sharing(m->sequences.count, m->heads, 1, threads);
+  kdn::parallel(sharing.tasks, threads, [&](int64_t i) { backward(*m, sharing[i]); });
 }
 
+template <void (*Task)(const KdnGain&, Heads)>
+void each_group(const KdnGain* g, int threads) {
+  const Sharing sharing(g->sequences.count, g->heads, 1, threads);
+  kdn::parallel(sharing.tasks, threads, [&](int64_t i) { Task(*g, sharing[i]); });
+}
 template <void (*Task)(const KdnGain&, int64_t)>
 void each_head(const KdnGain* g, int threads) {
   kdn::parallel(g->sequences.count * g->heads, threads, [&](int64_t i) { Task(*g, i); });
@@ -71,8 +78,8 @@ constexpr kdn::Kernels kernels(const char* name) {
           memory_forward,
           memory_backward,
           decode,
-          {{each_head<diagonal_forward>, each_head<diagonal_backward>},
-           {each_head<isotropic_forward>, each_head<isotropic_backward>},
+          {{each_group<diagonal_forward>, each_group<diagonal_backward>},
+           {each_group<isotropic_forward>, each_group<isotropic_backward>},
            {each_head<exact_forward>, each_head<exact_backward>}},
           fma_peak};
 }

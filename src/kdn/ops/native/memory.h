@@ -20,6 +20,7 @@
 // where S, ∂S are those before and after the mini-chunk. The sums over columns are added block by block, in
 // order, so results do not depend on the number of threads.
 #pragma once
+#include "heads.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -344,58 +345,74 @@ KDN_INLINE void store_block(float* to, const float* from, const Where& w, int64_
 
 // --- forward ---
 
-inline void forward(const KdnMemory& m, int64_t task, int64_t first, int64_t last) {
-  const Where w(m, task);
-  const int64_t span = last - first;  // the columns of this task
-  float* room = kdn::scratch(w.width * span + TILE * Factors::size(w.width) +
-                             Tokens::size(w.width) + 2 * CHUNK * w.columns);
-  float* state = room;
-  float* factors = state + w.width * span;
+// One tile of one head: `state` before it to `state` after it. Meanwhile asks for the rows of `next`.
+KDN_INLINE void forward_tile(const Where& w, int64_t tile, int64_t first, int64_t last, float* state,
+                             float* room, const Where& next, int64_t next_tile) {
+  const KdnMemory& m = w.m;
+  float* factors = room;
   float* tokens = factors + TILE * Factors::size(w.width);
   float* values = tokens + Tokens::size(w.width);
   float* outputs = values + CHUNK * w.columns;
-  blocks(first, last, [&](auto n, int64_t at) {
-    load_block(state + (at - first) * w.width, m.initial ? m.initial + w.state() : nullptr, w, at, n);
-  });
-  for (int64_t t = w.begin; t < w.end; t += CHUNK) {
-    const int64_t count = t + CHUNK < w.end ? CHUNK : w.end - t;
-    const int64_t minis = (count + MINI - 1) / MINI;
-    if (m.checkpoints)
-      blocks(first, last, [&](auto n, int64_t at) {
-        store_block(m.checkpoints + w.checkpoint((t - w.begin) / CHUNK),
-                    state + (at - first) * w.width, w, at, n);
-      });
-    for (int64_t i = 0; i < minis; ++i) {
-      Tokens x = load_tokens(tokens, w, t + i * MINI);
-      make_factors(Factors{factors + i * Factors::size(w.width), w.width}, x, m.scale);
-    }
-    for (int64_t i = 0; i < minis * MINI; ++i) {
-      if (i < count)
-        load_row(values + i * w.columns, m.v, offset(m.v, w.batch, t + i, w.head), w.columns);
-      else
-        std::memset(values + i * w.columns, 0, w.columns * 4);
-    }
+  const int64_t t = w.begin + tile * CHUNK, count = t + CHUNK < w.end ? CHUNK : w.end - t;
+  const int64_t minis = (count + MINI - 1) / MINI;
+  if (m.checkpoints)
     blocks(first, last, [&](auto n, int64_t at) {
-      float* s = state + (at - first) * w.width;
-      for (int64_t i = 0; i < minis; ++i) {
-        const Factors f{factors + i * Factors::size(w.width), w.width};
-        const float* v = values + i * MINI * w.columns + at;
-        float* o = outputs + i * MINI * w.columns + at;
-        if (at == first) fetch(w, t + CHUNK + i * MINI, m.out);
-        if (m.k.data)
-          step<n, true>(s, f, m.key, v, o, w.columns);
-        else
-          step<n, false>(s, f, m.key, v, o, w.columns);
-      }
+      store_block(m.checkpoints + w.checkpoint(tile), state + (at - first) * w.width, w, at, n);
     });
-    KdnRows part = m.out;  // this task's columns
-    part.channels = (int32_t)((last < m.value ? last : m.value) - first);
-    for (int64_t i = 0; i < count; ++i)
-      store_row(part, offset(m.out, w.batch, t + i, w.head) + first, outputs + i * w.columns + first);
+  for (int64_t i = 0; i < minis; ++i) {
+    Tokens x = load_tokens(tokens, w, t + i * MINI);
+    make_factors(Factors{factors + i * Factors::size(w.width), w.width}, x, m.scale);
+  }
+  for (int64_t i = 0; i < minis * MINI; ++i) {
+    if (i < count)
+      load_row(values + i * w.columns, m.v, offset(m.v, w.batch, t + i, w.head), w.columns);
+    else
+      std::memset(values + i * w.columns, 0, w.columns * 4);
   }
   blocks(first, last, [&](auto n, int64_t at) {
-    store_block(m.state + w.state(), state + (at - first) * w.width, w, at, n);
+    float* s = state + (at - first) * w.width;
+    for (int64_t i = 0; i < minis; ++i) {
+      const Factors f{factors + i * Factors::size(w.width), w.width};
+      const float* v = values + i * MINI * w.columns + at;
+      float* o = outputs + i * MINI * w.columns + at;
+      if (at == first) fetch(next, next.begin + next_tile * CHUNK + i * MINI, m.out);
+      if (m.k.data)
+        step<n, true>(s, f, m.key, v, o, w.columns);
+      else
+        step<n, false>(s, f, m.key, v, o, w.columns);
+    }
   });
+  KdnRows part = m.out;  // this task's columns
+  part.channels = (int32_t)((last < m.value ? last : m.value) - first);
+  for (int64_t i = 0; i < count; ++i)
+    store_row(part, offset(m.out, w.batch, t + i, w.head) + first, outputs + i * w.columns + first);
+}
+
+inline void forward(const KdnMemory& m, Heads heads, int64_t first, int64_t last) {
+  const Where any(m, heads.first);
+  const int64_t size = any.width * (last - first);  // of a state's columns of this task
+  float* states = kdn::scratch(heads.count * size + TILE * Factors::size(any.width) +
+                               Tokens::size(any.width) + 2 * CHUNK * any.columns);
+  float* room = states + heads.count * size;
+  for (int64_t h = 0; h < heads.count; ++h) {
+    const Where w(m, heads.first + h);
+    blocks(first, last, [&](auto n, int64_t at) {
+      load_block(states + h * size + (at - first) * w.width, m.initial ? m.initial + w.state() : nullptr,
+                 w, at, n);
+    });
+  }
+  const int64_t tiles = (any.end - any.begin + CHUNK - 1) / CHUNK;
+  for (Turn now{0, 0}; now.tile < tiles; now = next_turn(now, heads, 1)) {
+    const Turn next = next_turn(now, heads, 1);
+    forward_tile(Where(m, heads.first + now.head), now.tile, first, last, states + now.head * size, room,
+                 Where(m, heads.first + next.head), next.tile);
+  }
+  for (int64_t h = 0; h < heads.count; ++h) {
+    const Where w(m, heads.first + h);
+    blocks(first, last, [&](auto n, int64_t at) {
+      store_block(m.state + w.state(), states + h * size + (at - first) * w.width, w, at, n);
+    });
+  }
 }
 
 }  // namespace KDN_NAMESPACE

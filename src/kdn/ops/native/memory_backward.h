@@ -264,10 +264,11 @@ KDN_INLINE void chunk_factors(const Where& w, int64_t t, int64_t minis, const Ba
 }
 
 // One chunk of the columns [first, last): ∂S (at `ds`, from column `first`) to the chunk's start, ∂V, and the
-// factors' gradients added to gradients(column), which must be zero at first.
+// factors' gradients added to gradients(column), which must be zero at first. Meanwhile asks for the rows of
+// `next`.
 template <typename Gradients>
 void back_columns(const Where& w, int64_t chunk, int64_t first, int64_t last, float* ds,
-                  const BackwardRoom& room, Gradients&& gradients) {
+                  const BackwardRoom& room, const Where& next, int64_t next_chunk, Gradients&& gradients) {
   const KdnMemory& m = w.m;
   const int64_t n = w.width, columns = w.columns, t = w.begin + chunk * CHUNK;
   const int64_t count = t + CHUNK < w.end ? CHUNK : w.end - t, minis = (count + MINI - 1) / MINI;
@@ -302,7 +303,7 @@ void back_columns(const Where& w, int64_t chunk, int64_t first, int64_t last, fl
     }
     float* d = ds + (at - first) * n;
     for (int64_t i = minis - 1; i >= 0; --i) {
-      if (at == first) fetch(w, t - CHUNK + i * MINI, m.d_out);
+      if (at == first) fetch(next, next.begin + next_chunk * CHUNK + i * MINI, m.d_out);
       const Factors f{room.factors + i * Factors::size(n), n};
       const FactorGradients g{gradients(at) + i * FactorGradients::size(n), n};
       const float *s = room.states + i * size, *o = room.o + i * MINI * span;
@@ -364,20 +365,25 @@ KDN_INLINE void end_back(const Where& w, int64_t first, int64_t last, const floa
   });
 }
 
-// One sequence and head on one thread.
-inline void backward(const KdnMemory& m, int64_t task) {
-  const Where w(m, task);
-  const int64_t n = w.width, size = TILE * FactorGradients::size(n);
-  float* ds = kdn::scratch(n * w.columns + size + BackwardRoom::size(n, w.columns));
-  float* gradients = ds + n * w.columns;
-  const BackwardRoom room(gradients + size, n, w.columns);
-  start_back(w, 0, w.columns, ds);
-  for (int64_t chunk = chunk_count(w) - 1; chunk >= 0; --chunk) {
+// Some heads of one sequence on one thread.
+inline void backward(const KdnMemory& m, Heads heads) {
+  const Where any(m, heads.first);
+  const int64_t n = any.width, size = TILE * FactorGradients::size(n), state = n * any.columns;
+  float* ds = kdn::scratch(heads.count * state + size + BackwardRoom::size(n, any.columns));
+  float* gradients = ds + heads.count * state;
+  const BackwardRoom room(gradients + size, n, any.columns);
+  for (int64_t h = 0; h < heads.count; ++h)
+    start_back(Where(m, heads.first + h), 0, any.columns, ds + h * state);
+  for (Turn now{0, chunk_count(any) - 1}; now.tile >= 0; now = next_turn(now, heads, -1)) {
+    const Where w(m, heads.first + now.head);
+    const Turn next = next_turn(now, heads, -1);
     std::memset(gradients, 0, size * 4);
-    back_columns(w, chunk, 0, w.columns, ds, room, [&](int64_t) { return gradients; });
-    back_rows(w, chunk, room, gradients);
+    back_columns(w, now.tile, 0, w.columns, ds + now.head * state, room, Where(m, heads.first + next.head),
+                 next.tile, [&](int64_t) { return gradients; });
+    back_rows(w, now.tile, room, gradients);
   }
-  end_back(w, 0, w.columns, ds);
+  for (int64_t h = 0; h < heads.count; ++h)
+    end_back(Where(m, heads.first + h), 0, any.columns, ds + h * state);
 }
 
 // Fewer heads than threads: their columns are shared out, `cuts` pieces a head, a window of chunks at a time.
@@ -415,7 +421,7 @@ inline void backward_cut(const KdnMemory& m, int threads, int64_t cuts) {
         const int64_t high = low + window < chunk_count(w) ? low + window : chunk_count(w);
         for (int64_t chunk = high - 1; chunk >= low; --chunk) {
           blocks(first, last, [&](auto, int64_t at) { std::memset(sums_of(i / cuts, chunk, at), 0, size * 4); });
-          back_columns(w, chunk, first, last, ds, room,
+          back_columns(w, chunk, first, last, ds, room, w, chunk - 1,
                        [&](int64_t at) { return sums_of(i / cuts, chunk, at); });
         }
       });
