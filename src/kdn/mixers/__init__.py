@@ -1,0 +1,102 @@
+"""The layers: one `nn.Module` per system, all called alike.
+
+    mixer = make_mixer("kdn-diagonal", hidden_size=512, num_heads=4, head_dim=128)
+    y, state = mixer(x, state=None, cu_seqlens=None)         x, y: [B, T, hidden_size]
+
+`state` is a NamedTuple of tensors (None: the start) that a later call continues from; with `cu_seqlens`
+several sequences lie one after another in x, B is 1, and states have one row per sequence.
+
+    delta.py       the delta-rule family: linear attention, DeltaNet, Gated DeltaNet, KDA, GDN-2 and the KDNs
+    mamba3.py      Mamba-3, SISO and MIMO
+    attention.py   softmax attention with rotary embedding, optionally in a sliding window
+    parts.py       short convolutions, low-rank projections, normalisation
+"""
+
+import difflib
+import inspect
+from typing import Any
+
+from torch import nn
+
+from kdn.mixers.attention import Attention, AttentionState
+from kdn.mixers.delta import (
+    GDN2,
+    KDA,
+    DeltaNet,
+    DeltaState,
+    DiagonalKDN,
+    ExactKDN,
+    GatedDeltaNet,
+    IsotropicKDN,
+    LinearAttention,
+)
+from kdn.mixers.mamba3 import Mamba3MIMO, Mamba3SISO, Mamba3State
+
+__all__ = [
+    "GDN2",
+    "KDA",
+    "MIXERS",
+    "Attention",
+    "AttentionState",
+    "DeltaNet",
+    "DeltaState",
+    "DiagonalKDN",
+    "ExactKDN",
+    "GatedDeltaNet",
+    "IsotropicKDN",
+    "LinearAttention",
+    "Mamba3MIMO",
+    "Mamba3SISO",
+    "Mamba3State",
+    "make_mixer",
+    "mixer_options",
+]
+
+MIXERS: dict[str, type[nn.Module]] = {
+    "kdn-diagonal": DiagonalKDN,
+    "kdn-isotropic": IsotropicKDN,
+    "kdn-exact": ExactKDN,
+    "kda": KDA,
+    "gdn2": GDN2,
+    "gated-deltanet": GatedDeltaNet,
+    "deltanet": DeltaNet,
+    "linear-attention": LinearAttention,
+    "mamba3-siso": Mamba3SISO,
+    "mamba3-mimo": Mamba3MIMO,
+    "attention": Attention,
+}
+
+
+def mixer_class(name: str) -> type[nn.Module]:
+    """The class of a mixer's name; a wrong name is answered with the nearest right one."""
+    if name in MIXERS:
+        return MIXERS[name]
+    near = difflib.get_close_matches(str(name), MIXERS, 1, 0.5)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {name!r}{hint}")
+
+
+def mixer_options(name: str) -> dict[str, Any]:
+    """The options of a mixer beside its sizes, with their defaults."""
+    found: dict[str, Any] = {}
+    for cls in reversed(mixer_class(name).__mro__):
+        if cls is nn.Module or "__init__" not in vars(cls) or cls is object:
+            continue
+        for parameter in inspect.signature(cls.__init__).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "layer_index":
+                found[parameter.name] = parameter.default
+    return found
+
+
+def make_mixer(
+    name: str, hidden_size: int, num_heads: int, head_dim: int, *, layer_index: int = 0, **options: Any
+) -> nn.Module:
+    """The mixer of that name; an option it does not have is an error that lists those it has."""
+    cls, known = mixer_class(name), mixer_options(name)
+    for option in options:
+        if option not in known:
+            raise TypeError(f"{name} has no option {option!r}, it has {', '.join(sorted(known)) or 'none'}")
+    for size, value in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{size} must be a whole number ≥ 1, got {value!r}")
+    return cls(hidden_size, num_heads, head_dim, layer_index=layer_index, **options)

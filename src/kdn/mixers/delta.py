@@ -1,0 +1,560 @@
+"""The delta-rule mixers: one layer, eight ways to decide what is forgotten, erased and written.
+
+All share q, k and v projections with short convolutions, the memory, and a gated RMSNorm before the output
+projection. A system is what its `write` prepares for `delta_memory`:
+
+    system             log α            erased    gain                       value
+    linear-attention   0                nothing   k                          v
+    deltanet           0                k         β k                        v
+    gated-deltanet     per head         k         β k                        v
+    kda                per channel      k         β k                        v
+    gdn2               per channel      b ⊙ k     k                          w ⊙ v
+    kdn-isotropic      per channel      k         isotropic_gain(k, ω, r)    v
+    kdn-diagonal       per channel      k         diagonal_gain(k, ω, r)     v
+    kdn-exact          per channel      k         exact_gain(k, ω, r)        v
+
+Adding one is a class with its projections and a `write` of a few lines.
+"""
+
+from typing import NamedTuple, TypedDict, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kdn.mixers.parts import ShortConvolution, decay_parameters, low_rank, softplus_inverse, unit
+from kdn.ops import decode, delta_memory, diagonal_gain, exact_gain, isotropic_gain
+from kdn.ops.precision import state_dtype
+
+__all__ = [
+    "GDN2",
+    "KDA",
+    "DeltaNet",
+    "DeltaState",
+    "DiagonalKDN",
+    "ExactKDN",
+    "GatedDeltaNet",
+    "IsotropicKDN",
+    "LinearAttention",
+    "Write",
+]
+
+
+class DeltaState(NamedTuple):
+    """What a delta-rule mixer carries from call to call."""
+
+    memory: Tensor  # [B, H, K, V] float32
+    cov: Tensor | None  # [B, H, K], [B, H] or [B, H, K, K] float32; None where no uncertainty is tracked
+    conv: tuple[Tensor, Tensor, Tensor] | None  # the last inputs of q's, k's and v's convolutions
+
+
+class Write(NamedTuple):
+    """What one call writes: the arguments of the memory, and of the Kalman gain where there is one."""
+
+    erase: Tensor | None  # [B, T, H, K]; None: nothing is erased
+    value: Tensor  # [B, T, H, V]
+    log_decay: Tensor | None  # [B, T, H, K], [B, T, H] or None
+    gain: Tensor | None  # [B, T, H, K]; None: the Kalman gain of the noises below
+    process_noise: Tensor | None = None
+    obs_noise: Tensor | None = None
+
+
+class LayerOptions(TypedDict, total=False):
+    """What every delta-rule layer may be given."""
+
+    layer_index: int
+    expand_v: float  # value channels per key channel
+    conv_size: int  # tokens a short convolution sees; 0: none
+    norm_eps: float
+
+
+class ChannelDecayOptions(LayerOptions, total=False):
+    decay: str  # "softplus" or "sigmoid"
+
+
+class DeltaMixer(nn.Module):
+    """The layer that all delta-rule systems share; subclasses define `write`."""
+
+    kalman: str | None = None  # which covariance is tracked: diagonal, isotropic or exact
+    multiply_adds = 4  # per number in the memory and token: decay, read at the key, write, read
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        layer_index: int = 0,
+        expand_v: float = 1.0,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
+        self.value_dim = round(head_dim * expand_v)
+        if self.value_dim < 1:
+            raise ValueError(f"expand_v must leave a head of {head_dim} one value channel, got {expand_v}")
+        if conv_size < 0:
+            raise ValueError(f"conv_size must be ≥ 1, or 0 for no convolution, got {conv_size}")
+        self.layer_index, self.conv_size, self.norm_eps = layer_index, conv_size, norm_eps
+        keys, values = num_heads * head_dim, num_heads * self.value_dim
+        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, values, bias=False)
+        if conv_size:
+            self.q_conv1d = ShortConvolution(keys, conv_size)
+            self.k_conv1d = ShortConvolution(keys, conv_size)
+            self.v_conv1d = ShortConvolution(values, conv_size)
+        self.o_norm = nn.RMSNorm(self.value_dim, eps=norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+
+    # --- what a system defines ---
+
+    def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
+        raise NotImplementedError(f"{type(self).__name__} must say what it writes")
+
+    def gate(self, x: Tensor) -> Tensor | None:
+        """What multiplies the normalised output, [B, T, H·V]."""
+        return None
+
+    def reset_parameters(self) -> None:
+        """Set parameters that PyTorch's layers do not initialise themselves."""
+
+    # --- what all share ---
+
+    def forward(
+        self, x: Tensor, state: DeltaState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, DeltaState]:
+        """x: [B, T, hidden] → y like x, and the state to go on from."""
+        q, k, v, conv = self.queries_keys_values(x, state, cu_seqlens)
+        w = self.write(x, k, v)
+        if x.shape[1] == 1 and cu_seqlens is None and state is not None and not torch.is_grad_enabled():
+            out, memory, cov = self._step(q, w, state)
+        else:
+            gain, cov = self.gain(k, w, state, cu_seqlens)
+            out, memory = delta_memory(
+                q,
+                w.erase,
+                w.value,
+                gain,
+                w.log_decay,
+                initial_state=None if state is None else state.memory,
+                cu_seqlens=cu_seqlens,
+            )
+        return self.read_out(x, out), DeltaState(memory, cov, conv)
+
+    def queries_keys_values(
+        self, x: Tensor, state: DeltaState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+        """q, k (unit length) and v as [B, T, H, ·], and the convolutions' new histories."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv = None
+        if self.conv_size:
+            old = (None, None, None) if state is None or state.conv is None else state.conv
+            q, conv_q = self.q_conv1d(q, old[0], cu_seqlens)
+            k, conv_k = self.k_conv1d(k, old[1], cu_seqlens)
+            v, conv_v = self.v_conv1d(v, old[2], cu_seqlens)
+            conv = (conv_q, conv_k, conv_v)
+        else:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        heads = (self.num_heads, -1)
+        return unit(q.unflatten(-1, heads)), unit(k.unflatten(-1, heads)), v.unflatten(-1, heads), conv
+
+    def gain(
+        self, k: Tensor, w: Write, state: DeltaState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gain of every token, and the covariance after the last one."""
+        assert w.gain is not None
+        return w.gain, None
+
+    def read_out(self, x: Tensor, out: Tensor) -> Tensor:
+        """From the memory's answers [B, T, H, V] to the layer's output."""
+        # The weight is cast, since PyTorch's fused kernel wants one dtype (under autocast there are two).
+        weight = self.o_norm.weight.to(out.dtype)
+        y = F.rms_norm(out, (self.value_dim,), weight, self.norm_eps).flatten(-2)
+        gate = self.gate(x)
+        return self.o_proj(y.to(x.dtype) if gate is None else (y * gate).to(x.dtype))
+
+    def _step(self, q: Tensor, w: Write, state: DeltaState) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One token without gradients. The states given are not touched: a caller may branch from them."""
+        memory = state.memory.clone()
+        out = decode(q, w.erase, w.value, w.log_decay, state=memory, gain=w.gain)
+        return out, memory, None
+
+    def state_size(self) -> int:
+        """Numbers in the memory and covariance of one sequence; convolution inputs are not counted."""
+        return self.num_heads * self.head_dim * self.value_dim
+
+    def flops_per_token(self) -> int:
+        """Forward flops of the memory and the convolutions; elementwise work is not counted."""
+        widths = self.num_heads * (2 * self.head_dim + self.value_dim)
+        memory = self.num_heads * self.head_dim * self.value_dim
+        return 2 * (self.multiply_adds * memory + self.conv_size * widths)
+
+
+class LinearAttention(DeltaMixer):
+    """Pure addition: S ← S + k vᵀ."""
+
+    multiply_adds = 2
+
+    def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
+        return Write(erase=None, value=v, log_decay=None, gain=k)
+
+
+class DeltaNet(DeltaMixer):
+    """S ← (I − β k kᵀ) S + β k vᵀ, β = σ(w·x) (twice that with `allow_neg_eigval`)."""
+
+    multiply_adds = 3
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        allow_neg_eigval: bool = False,
+        output_gate: bool = False,
+        **layer: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, **layer)
+        self.allow_neg_eigval = allow_neg_eigval
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        if output_gate:
+            self.g_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
+
+    def strength(self, x: Tensor) -> Tensor:
+        """β, [B, T, H, 1]."""
+        beta = self.b_proj(x).sigmoid()[..., None]
+        return 2 * beta if self.allow_neg_eigval else beta
+
+    def gate(self, x: Tensor) -> Tensor | None:
+        return F.silu(self.g_proj(x)) if hasattr(self, "g_proj") else None
+
+    def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
+        return Write(erase=k, value=v, log_decay=None, gain=self.strength(x) * k)
+
+
+class GatedDeltaNet(DeltaNet):
+    """DeltaNet with one decay per head, log α = −exp(A)·softplus(w·x + dt_bias), and a SiLU output gate."""
+
+    multiply_adds = 4
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        allow_neg_eigval: bool = False,
+        output_gate: bool = True,
+        **layer: Unpack[LayerOptions],
+    ) -> None:
+        options = {"allow_neg_eigval": allow_neg_eigval, "output_gate": output_gate}
+        super().__init__(hidden_size, num_heads, head_dim, **options, **layer)
+        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        decay_parameters(self.A_log, self.dt_bias)
+
+    def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
+        wide = state_dtype(x)
+        log_decay = -self.A_log.to(wide).exp() * F.softplus(self.a_proj(x).to(wide) + self.dt_bias)
+        return Write(erase=k, value=v, log_decay=log_decay, gain=self.strength(x) * k)
+
+
+class ChannelDecayMixer(DeltaMixer):
+    """KDA's layer around the write: one decay per channel and a low-rank sigmoid gate at the output.
+
+    log α = −exp(A)·softplus(f(x) + dt_bias), f low-rank; or, with decay="sigmoid", log σ(f(x) + dt_bias),
+    as the paper's boxes have it, with the same α at the start.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        decay: str = "softplus",
+        **layer: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, **layer)
+        if decay not in ("softplus", "sigmoid"):
+            raise ValueError(f"decay must be 'softplus' or 'sigmoid', got {decay!r}")
+        self.decay = decay
+        values = num_heads * self.value_dim
+        self.f_proj = low_rank(hidden_size, self.value_dim, num_heads * head_dim)
+        self.g_proj = low_rank(hidden_size, self.value_dim, values, bias=True)
+        if decay == "softplus":
+            self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * head_dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.g_proj[1].bias)
+        a_log = self.A_log if self.decay == "softplus" else self.dt_bias.new_empty(self.num_heads)
+        decay_parameters(a_log, self.dt_bias)
+        if self.decay == "sigmoid":
+            rate = a_log.exp()[:, None] * F.softplus(self.dt_bias).unflatten(0, (self.num_heads, -1))
+            # log σ(b) = −rate, so softplus(−b) = rate
+            self.dt_bias.copy_(-softplus_inverse(rate).flatten())
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        """log α, [B, T, H, K], in at least float32."""
+        wide = state_dtype(x)
+        f = (self.f_proj(x).to(wide) + self.dt_bias).unflatten(-1, (self.num_heads, -1))
+        if self.decay == "sigmoid":
+            return F.logsigmoid(f)
+        return -self.A_log.to(wide).exp()[:, None] * F.softplus(f)
+
+    def gate(self, x: Tensor) -> Tensor:
+        return self.g_proj(x).sigmoid()
+
+
+class KDA(ChannelDecayMixer):
+    """Kimi Delta Attention: a token's β against a decay per channel."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        allow_neg_eigval: bool = False,
+        **layer: Unpack[ChannelDecayOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, **layer)
+        self.allow_neg_eigval = allow_neg_eigval
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.reset_parameters()
+
+    def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
+        beta = self.b_proj(x).sigmoid()[..., None]
+        beta = 2 * beta if self.allow_neg_eigval else beta
+        return Write(erase=k, value=v, log_decay=self.log_decay(x), gain=beta * k)
+
+
+class GDN2(ChannelDecayMixer):
+    """Gated DeltaNet 2: what is erased and what is written are gated per channel, b on the key, w on the value."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        allow_neg_eigval: bool = False,
+        **layer: Unpack[ChannelDecayOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, **layer)
+        self.allow_neg_eigval = allow_neg_eigval
+        self.b_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.w_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
+        self.reset_parameters()
+
+    def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
+        b = self.b_proj(x).sigmoid().unflatten(-1, (self.num_heads, -1))
+        b = 2 * b if self.allow_neg_eigval else b
+        w = self.w_proj(x).sigmoid().unflatten(-1, (self.num_heads, -1))
+        return Write(erase=b * k, value=w * v, log_decay=self.log_decay(x), gain=k)
+
+
+class KalmanMixer(ChannelDecayMixer):
+    """A KDN layer: KDA's, with β replaced by noises from which the Kalman gain follows.
+
+        ω = softplus(·)        process noise: how much the stored map may have changed
+        r = r_min + softplus(·)    observation noise: how little the token is to be trusted
+        c₀ = 1/(0.1 + softplus(θ))    prior variance of a head, 1 at the start
+
+    info_scale μ: None is K; learned (positive, one per head, from that value) with `learn_info_scale`.
+    process_noise, obs_noise: numbers that fix ω or r instead of predicting them. The attribute `info_scale`
+    of a built layer may be set to another number: that overrides μ without touching weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        info_scale: float | None = None,
+        learn_info_scale: bool = False,
+        process_noise: float | None = None,
+        obs_noise: float | None = None,
+        r_min: float = 0.01,
+        **layer: Unpack[ChannelDecayOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, **layer)
+        for name, value in {"info_scale": info_scale, "obs_noise": obs_noise, "r_min": r_min}.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+        if process_noise is not None and not process_noise >= 0:
+            raise ValueError(f"process_noise must be ≥ 0, got {process_noise}")
+        self.info_scale: float | None = None  # an override at run time
+        self.start_info_scale = float(head_dim if info_scale is None else info_scale)
+        self.process_noise, self.obs_noise, self.r_min = process_noise, obs_noise, r_min
+        if learn_info_scale:
+            self.log_info_scale = nn.Parameter(torch.empty(num_heads))
+        self.prior_precision = nn.Parameter(torch.empty(num_heads))  # θ
+        if process_noise is None:
+            self.make_process_noise()
+        if obs_noise is None:
+            self.r_proj = nn.Linear(hidden_size, num_heads)
+        self.reset_parameters()
+
+    def make_process_noise(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must say how its process noise is predicted")
+
+    def predict_process_noise(self, x: Tensor) -> Tensor:
+        """ω before softplus, [B, T, ·]."""
+        return self.w_proj(x)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.prior_precision.copy_(softplus_inverse(torch.full_like(self.prior_precision, 0.9)))
+        if hasattr(self, "log_info_scale"):
+            self.log_info_scale.fill_(self.start_info_scale).log_()
+        if self.obs_noise is None:
+            nn.init.zeros_(self.r_proj.bias)
+
+    def mu(self) -> float | Tensor:
+        """The information scale in use: a number, or one per head."""
+        if self.info_scale is not None:
+            return float(self.info_scale)
+        if hasattr(self, "log_info_scale"):
+            return self.log_info_scale.to(state_dtype(self.log_info_scale)).exp()
+        return self.start_info_scale
+
+    def prior(self) -> Tensor:
+        """c₀, [H], in at least float32."""
+        theta = self.prior_precision.to(state_dtype(self.prior_precision))
+        return 1 / (0.1 + F.softplus(theta))
+
+    def first_cov(self, sequences: int) -> Tensor:
+        """The covariance before the first token."""
+        return self.prior().expand(sequences, -1)
+
+    def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
+        wide = state_dtype(x)
+        if self.process_noise is None:
+            noise = F.softplus(self.predict_process_noise(x))
+        else:
+            noise = k.new_full((), self.process_noise, dtype=wide)
+        if self.obs_noise is None:
+            r = self.r_min + F.softplus(self.r_proj(x).to(wide))
+        else:
+            r = k.new_full(k.shape[:3], self.obs_noise, dtype=wide)
+        return Write(k, v, self.log_decay(x), None, self.shape_noise(noise, k), r)
+
+    def shape_noise(self, noise: Tensor, k: Tensor) -> Tensor:
+        """ω as the gain wants it: [B, T, H, K]."""
+        return noise.expand(k.shape) if noise.ndim == 0 else noise.unflatten(-1, (self.num_heads, -1))
+
+    def gain(
+        self, k: Tensor, w: Write, state: DeltaState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        found = self.gain_and_prior(k, w, state, cu_seqlens, return_prior=False)
+        return found[0], found[1]
+
+    def gain_and_prior(
+        self,
+        k: Tensor,
+        w: Write,
+        state: DeltaState | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_prior: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """gain, final covariance and, with `return_prior`, the predictive covariance of every token."""
+        sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        kalman = {"diagonal": diagonal_gain, "isotropic": isotropic_gain, "exact": exact_gain}[
+            str(self.kalman)
+        ]
+        assert w.process_noise is not None and w.obs_noise is not None
+        return kalman(
+            k,
+            w.log_decay,
+            w.process_noise,
+            w.obs_noise,
+            info_scale=self.mu(),
+            initial_cov=self.first_cov(sequences) if state is None else state.cov,
+            cu_seqlens=cu_seqlens,
+            return_prior=return_prior,
+        )
+
+    def _step(self, q: Tensor, w: Write, state: DeltaState) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert state.cov is not None
+        memory, cov = state.memory.clone(), state.cov.clone()
+        out = decode(
+            q,
+            w.erase,
+            w.value,
+            w.log_decay,
+            state=memory,
+            kind=str(self.kalman),
+            process_noise=w.process_noise,
+            obs_noise=w.obs_noise,
+            info_scale=self.mu(),
+            cov=cov,
+        )
+        return out, memory, cov
+
+
+class DiagonalKDN(KalmanMixer):
+    """One variance per channel. ω is low-rank, its second matrix zero at the start: equal for all channels."""
+
+    kalman = "diagonal"
+
+    def make_process_noise(self) -> None:
+        self.w_proj = low_rank(self.hidden_size, self.value_dim, self.num_heads * self.head_dim, bias=True)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.process_noise is None:
+            nn.init.zeros_(self.w_proj[1].weight)
+            nn.init.zeros_(self.w_proj[1].bias)
+
+    def first_cov(self, sequences: int) -> Tensor:
+        return super().first_cov(sequences)[..., None].expand(-1, -1, self.head_dim)
+
+    def state_size(self) -> int:
+        return super().state_size() + self.num_heads * self.head_dim
+
+
+class ExactKDN(DiagonalKDN):
+    """The Kalman filter itself: a dense covariance per head, sequential in time."""
+
+    kalman = "exact"
+
+    def first_cov(self, sequences: int) -> Tensor:
+        return torch.diag_embed(super().first_cov(sequences))
+
+    def state_size(self) -> int:
+        return DeltaMixer.state_size(self) + self.num_heads * self.head_dim**2
+
+    def flops_per_token(self) -> int:
+        """As the others, and of the covariance: decay on both sides, its product with k, and the downdate."""
+        return super().flops_per_token() + 8 * self.num_heads * self.head_dim**2
+
+
+class IsotropicKDN(KalmanMixer):
+    """One variance per head."""
+
+    kalman = "isotropic"
+
+    def make_process_noise(self) -> None:
+        self.w_proj = nn.Linear(self.hidden_size, self.num_heads)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.process_noise is None:
+            nn.init.zeros_(self.w_proj.bias)
+
+    def shape_noise(self, noise: Tensor, k: Tensor) -> Tensor:
+        return noise.expand(k.shape[:3]) if noise.ndim == 0 else noise
+
+    def state_size(self) -> int:
+        return super().state_size() + self.num_heads

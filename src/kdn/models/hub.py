@@ -1,0 +1,8 @@
+"""Copied beside weights that go to a hub: lets `trust_remote_code=True` find the models of the installed kdn."""
+
+try:
+    from kdn.models import KDNConfig, KDNForCausalLM, KDNModel
+except ImportError as error:
+    raise ImportError("this model needs kdn: pip install 'kalman-delta-networks[hf]'") from error
+
+__all__ = ["KDNConfig", "KDNForCausalLM", "KDNModel"]

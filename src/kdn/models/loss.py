@@ -1,0 +1,77 @@
+"""Cross entropy of a language model's head that never holds all logits.
+
+Tokens go through head and softmax in pieces. Gradients of hidden states and head are made in the forward pass,
+where a piece's logits are at hand: no logits are kept or computed twice.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["next_token_loss"]
+
+PIECE = 2**25  # logits at a time: 128 MiB of float32
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Σ −log softmax(h Wᵀ)[label], h: [N, d], W: [vocabulary, d], labels: [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, low: torch.dtype | None, train: bool
+    ) -> Tensor:
+        w = weight if low is None else weight.to(low)
+        # needs_input_grad is also true under no_grad, and evaluation should not pay for gradients.
+        wants_h, wants_w = (train and needed for needed in ctx.needs_input_grad[:2])
+        d_h = torch.empty_like(h) if wants_h else None
+        wide = torch.promote_types(torch.float32, weight.dtype)
+        d_w = torch.zeros_like(weight, dtype=wide) if wants_w else None
+        total = torch.zeros((), dtype=wide, device=h.device)
+        rows = max(1, PIECE // weight.shape[0])
+        for at in range(0, h.shape[0], rows):
+            piece = slice(at, at + rows)
+            x = h[piece] if low is None else h[piece].to(low)
+            logits = (x @ w.T).to(wide)
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            label = labels[piece, None]
+            total += (log_sum - logits.gather(-1, label)).sum()
+            if wants_h or wants_w:
+                d_logits = logits.sub_(log_sum).exp_()
+                d_logits.scatter_add_(-1, label, d_logits.new_full(label.shape, -1.0))
+                d_logits = d_logits.to(w.dtype)
+                if d_h is not None:
+                    d_h[piece] = d_logits @ w
+                if d_w is not None:
+                    d_w += d_logits.T @ x
+        ctx.save_for_backward(d_h, None if d_w is None else d_w.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        # d is 1 / count: rounded to bfloat16 it would put all gradients off by the same 0.4%.
+        d_h, d_w = (None if x is None else (x.to(d.dtype) * d).to(x.dtype) for x in ctx.saved_tensors)
+        return d_h, d_w, None, None, None
+
+
+def next_token_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, count: Tensor | float | None = None
+) -> Tensor:
+    """Mean cross entropy of predicting labels[t + 1] from hidden[t]; labels of −100 are left out.
+
+    hidden: [B, T, d], labels: [B, T]. count: divide by this instead of by the number of labels (for gradients
+    accumulated over several calls). 0 where there is nothing to predict. Can be differentiated once.
+    """
+    wanted = F.pad(labels[:, 1:], (0, 1), value=-100).reshape(-1)
+    kept = wanted != -100
+    h, wanted = hidden.reshape(-1, hidden.shape[-1])[kept], wanted[kept]
+    device = hidden.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if low is None and h.dtype != weight.dtype:
+        h = h.to(weight.dtype)
+    total = _HeadLoss.apply(h, weight, wanted.to(h.device), low, torch.is_grad_enabled())
+    count = wanted.numel() if count is None else count
+    return total / (count + (count == 0))
