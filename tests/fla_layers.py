@@ -1,7 +1,7 @@
 """What flash-linear-attention's layers and models compute, on a CPU.
 
-Their forward passes are GPU kernels and refuse. The modules themselves can be built, so a layer's output is put
-together here from its weights: its naive recurrences and gates, and plain PyTorch for what lies around them.
+Their forward passes are GPU kernels and refuse. The modules themselves can be built, so a layer's output is
+put together here from its weights: its naive recurrences and gates, and plain PyTorch around them.
 """
 
 import functools
@@ -20,7 +20,9 @@ def theirs(module: str) -> Any:
     """A module of that library, imported when a test runs: it takes seconds, and warns without a GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip("fla.models", reason="flash-linear-attention is the peer to compare with", exc_type=ImportError)
+        pytest.importorskip(
+            "fla.models", reason="flash-linear-attention is the peer to compare with", exc_type=ImportError
+        )
         return importlib.import_module(module)
 
 
@@ -45,7 +47,9 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
     strength = scale * layer.b_proj(x).sigmoid()
     match type(layer).__name__:
         case "KimiDeltaAttention":
-            o, _ = theirs("fla.ops.kda.naive").naive_recurrent_kda(q, k, v, _channel_decay(layer, x), strength)
+            o, _ = theirs("fla.ops.kda.naive").naive_recurrent_kda(
+                q, k, v, _channel_decay(layer, x), strength
+            )
         case "GatedDeltaNet2":
             b = strength.unflatten(-1, q.shape[-2:])
             w = layer.w_proj(x).sigmoid().unflatten(-1, v.shape[-2:])

@@ -5,8 +5,8 @@
     kdn.models    language models of Hugging Face's kind; KDNConfig, KDNModel, KDNForCausalLM
     kdn.probe     what the memory knows
 
-Importing `kdn` loads none of them, nor torch, until they are used. It makes transformers' Auto classes know the
-models: `import transformers, kdn; transformers.AutoModelForCausalLM.from_pretrained(folder)`.
+Importing `kdn` loads none of them, nor torch, until they are used. It makes transformers' Auto classes
+know the models: `import transformers, kdn; transformers.AutoModelForCausalLM.from_pretrained(folder)`.
 """
 
 import importlib

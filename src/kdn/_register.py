@@ -1,9 +1,9 @@
 """Makes transformers' Auto classes know model type "kdn" after `import kdn`, in either order, at no cost.
 
-What `AutoConfig` gets is a stand-in that imports `kdn.models` when a configuration of this type is first read; that
-import registers the real classes. Until then neither package loads the other. Where transformers comes later,
-a finder on `sys.meta_path` waits for the one module that holds the table of configurations, and leaves after it.
-Importing `kdn.models` from there instead would not do: transformers is then half imported itself.
+What `AutoConfig` gets is a stand-in that imports `kdn.models` when a configuration of this type is first
+read; that import registers the real classes. Until then neither package loads the other. Where transformers
+comes later, a finder on `sys.meta_path` waits for the one module that holds the table of configurations, and
+leaves then. Importing `kdn.models` at that moment would not do: transformers is half imported itself.
 """
 
 import importlib.util

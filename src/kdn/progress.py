@@ -25,7 +25,7 @@ class Bar:
 
 
 class _Line(Bar):
-    def __init__(self, total: int, text: str) -> None:
+    def __init__(self, total: int | None, text: str) -> None:
         self.total, self.text, self.done, self.start = total, text, 0, time.monotonic()
         self._show("")
 
@@ -34,11 +34,11 @@ class _Line(Bar):
         self._show(note)
 
     def _show(self, note: str) -> None:
-        left = ""
-        if self.done:
+        left, of = "", f" of {self.total:,}" if self.total else ""
+        if self.done and self.total:
             seconds = (time.monotonic() - self.start) * (self.total - self.done) / self.done
             left = f", {_clock(seconds)} left"
-        said = f"{self.text}: {self.done:,} of {self.total:,}{left} {note}".rstrip()
+        said = f"{self.text}: {self.done:,}{of}{left} {note}".rstrip()
         print(f"\r\x1b[K{said}", end="", file=sys.stderr, flush=True)
 
 
@@ -57,8 +57,8 @@ def _clock(seconds: float) -> str:
 
 
 @contextmanager
-def progress(total: int, text: str) -> Iterator[Bar]:
-    """Show how much of `total` is done; gone when the block ends."""
+def progress(total: int | None, text: str) -> Iterator[Bar]:
+    """Show how much of `total` is done; gone when the block ends. None: nobody knows the total."""
     if not sys.stderr.isatty():
         yield Bar()
         return
@@ -72,6 +72,12 @@ def progress(total: int, text: str) -> Iterator[Bar]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return
     plain = TextColumn("{task.description}", markup=False)
-    columns = (plain, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        plain,
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         yield _Rich(shown, shown.add_task(text, total=total, note=""))

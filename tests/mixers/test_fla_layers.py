@@ -27,7 +27,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def layers(mixer: str, theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
+def layers(
+    mixer: str, theirs: dict[str, Any], ours: dict[str, Any]
+) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Their layer with random weights, and our mixer with the same."""
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_heads": HEADS}
     # Their DeltaNet is given the width of all heads together, as a share of the hidden size.

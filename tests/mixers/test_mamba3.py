@@ -34,6 +34,7 @@ def build(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Mixer
             parameter.add_(0.3 * torch.randn_like(parameter))
         mixer.dt_bias.normal_()
         mixer.in_proj.weight.mul_(2)
+        mixer.in_proj.weight.split(mixer.widths)[5].mul_(4)  # A: some heads at their slowest
     return mixer.to(dtype)
 
 

@@ -112,7 +112,14 @@ def test_width_of_the_feed_forward_layer(ratio: int | None) -> None:
 
 def test_tokens_and_sizes() -> None:
     config = config_from_fla(
-        {"model_type": "kda", **SIZES, "pad_token_id": 3, "bos_token_id": 4, "eos_token_id": [5, 6], "norm_eps": 1e-3}
+        {
+            "model_type": "kda",
+            **SIZES,
+            "pad_token_id": 3,
+            "bos_token_id": 4,
+            "eos_token_id": [5, 6],
+            "norm_eps": 1e-3,
+        }
     )
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (3, 4, [5, 6])
     assert {name: getattr(config, name) for name in SIZES} == SIZES

@@ -60,7 +60,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     generate.add_argument(
         "--seed", type=whole(0), default=0, metavar="N", help="of sampling and random weights (default: 0)"
     )
-    generate.add_argument("--save-state", type=Path, metavar="FILE", help="keep what is known after the prompt")
+    generate.add_argument(
+        "--save-state", type=Path, metavar="FILE", help="keep what is known after the prompt"
+    )
     generate.add_argument("--load-state", type=Path, metavar="FILE", help="the prompt goes on from there")
     generate.add_argument("--random-init", action="store_true", help="fresh random weights, for trying out")
     generate.add_argument(
@@ -94,7 +96,10 @@ def _generate(options: argparse.Namespace) -> int:
     if options.save_state:
         options.save_state.parent.mkdir(parents=True, exist_ok=True)
         cache.save(options.save_state)
-        print(f"saved {options.save_state}: {cache.tokens:,} tokens read, {cache.nbytes():,} bytes", file=sys.stderr)
+        print(
+            f"saved {options.save_state}: {cache.tokens:,} tokens read, {cache.nbytes():,} bytes",
+            file=sys.stderr,
+        )
     if options.max_new_tokens:
         _write(text, ids, _continuation(model, text, logits, cache, options))
     return 0

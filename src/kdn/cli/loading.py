@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 
     from kdn.models import KDNConfig
 
-__all__ = ["Bytes", "Text", "add_device", "add_tokenizer", "config_of", "device_of", "load", "needs", "tokenizer_of"]
+__all__ = [
+    "Bytes",
+    "Text",
+    "add_device",
+    "add_tokenizer",
+    "config_of",
+    "device_of",
+    "load",
+    "needs",
+    "tokenizer_of",
+]
 
 
 class Text(Protocol):
@@ -71,7 +81,9 @@ def needs(package: str) -> Iterator[None]:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, … (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, … (default: an accelerator if there is one)"
+    )
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
@@ -120,8 +132,9 @@ def load(name: str, random_init: bool, seed: int, *, backbone: bool = False, dty
 
     backbone: without its head. dtype: None is what was saved, float32 for fresh weights.
     """
-    config = config_of(name, random_init)
     import torch
+
+    config = config_of(name, random_init) if random_init or not Path(name).is_dir() else None
     from transformers.utils import logging
 
     from kdn.models import KDNForCausalLM, KDNModel
@@ -135,16 +148,17 @@ def load(name: str, random_init: bool, seed: int, *, backbone: bool = False, dty
 
 
 def _loaded(name: str, load: Any, **options: Any) -> Any:
-    from kdn.models.checkpoint import _check_config
-
     try:
-        if Path(name).is_dir():
-            _check_config(Path(name))
         return load(name, **options)
     except ValueError as error:
         stop(error)
     except OSError as error:
-        stop(f"{name} is no folder here, and it cannot be had from the hub: {str(error).splitlines()[0]}")
+        why = str(error).splitlines()[0]
+        stop(
+            why
+            if Path(name).is_dir()
+            else f"{name} is no folder here, and it cannot be had from the hub: {why}"
+        )
 
 
 def tokenizer_of(model: str, tokenizer: str | None, random_init: bool) -> Text:

@@ -9,7 +9,15 @@ from kdn.cli.arguments import command, stop
 
 __all__ = ["add"]
 
-HEADS = ("model", "ffn width", "block parameters", "all parameters", "state/layer", "state bytes", "flops/token")
+HEADS = (
+    "model",
+    "ffn width",
+    "block parameters",
+    "all parameters",
+    "state/layer",
+    "state bytes",
+    "flops/token",
+)
 COUNTED = """
 ffn width          inner width of the SwiGLU feed-forward parts, solved for the scale's number of block parameters
 block parameters   of the stack of blocks, without embeddings, last norm and head: what "1.3b" and "750m" name
@@ -17,7 +25,7 @@ all parameters     with those
 state/layer        numbers that one recurrent layer keeps per sequence: memory and uncertainty; not the few inputs
                    of its short convolutions, and not the keys and values of attention layers
 state bytes        of the whole model for one sequence, float32 states and, with attention, bfloat16 keys and values
-                   of a full window (a model of attention alone keeps as many as there are tokens)
+                   of a full window
 flops/token        forward, head included; two per weight, and those of the memories; gains are not counted"""
 
 
@@ -68,7 +76,9 @@ def _names(names: list[str], scale: str | None) -> list[str]:
     if scale not in SCALES:
         stop(f"no scale {scale!r}: there are {', '.join(SCALES)}")
     if names:
-        return [name for name in names if name.endswith(f"-{scale}")] or stop(f"none of these has scale {scale}")
+        return [name for name in names if name.endswith(f"-{scale}")] or stop(
+            f"none of these has scale {scale}"
+        )
     return [name for name in PAPER if name.endswith(f"-{scale}")] or [f"{mixer}-{scale}" for mixer in MIXERS]
 
 

@@ -80,9 +80,9 @@ def mixer_options(name: str) -> dict[str, Any]:
     """The options of a mixer beside its sizes, with their defaults."""
     found: dict[str, Any] = {}
     for cls in reversed(mixer_class(name).__mro__):
-        if cls is nn.Module or "__init__" not in vars(cls) or cls is object:
+        if cls in (object, nn.Module) or "__init__" not in vars(cls):
             continue
-        for parameter in inspect.signature(cls.__init__).parameters.values():
+        for parameter in inspect.signature(vars(cls)["__init__"]).parameters.values():
             if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "layer_index":
                 found[parameter.name] = parameter.default
     return found

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdn.mixers.parts import ShortConvolution, decay_parameters, low_rank, softplus_inverse, unit
-from kdn.ops import decode, delta_memory, diagonal_gain, exact_gain, isotropic_gain
+from kdn.ops import checks, decode, delta_memory, diagonal_gain, exact_gain, isotropic_gain
 from kdn.ops.precision import state_dtype
 
 __all__ = [
@@ -147,6 +147,9 @@ class DeltaMixer(nn.Module):
         self, x: Tensor, state: DeltaState | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
         """q, k (unit length) and v as [B, T, H, ·], and the convolutions' new histories."""
+        rows = checks.sequences(cu_seqlens, x.shape[0], x.shape[1])
+        if state is not None and state.memory.shape[0] != rows:
+            raise ValueError(f"state must have {rows} rows, one per sequence, got {state.memory.shape[0]}")
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         conv = None
         if self.conv_size:
@@ -294,7 +297,9 @@ class ChannelDecayMixer(DeltaMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.g_proj[1].bias)
+        last = self.g_proj[1]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.bias)
         a_log = self.A_log if self.decay == "softplus" else self.dt_bias.new_empty(self.num_heads)
         decay_parameters(a_log, self.dt_bias)
         if self.decay == "sigmoid":
@@ -338,7 +343,7 @@ class KDA(ChannelDecayMixer):
 
 
 class GDN2(ChannelDecayMixer):
-    """Gated DeltaNet 2: what is erased and what is written are gated per channel, b on the key, w on the value."""
+    """Gated DeltaNet 2: gates per channel on what is erased (b, on the key) and written (w, on the value)."""
 
     def __init__(
         self,
@@ -374,6 +379,8 @@ class KalmanMixer(ChannelDecayMixer):
     of a built layer may be set to another number: that overrides μ without touching weights.
     """
 
+    w_proj: nn.Module  # ω before softplus, [B, T, ·]; where it is predicted
+
     def __init__(
         self,
         hidden_size: int,
@@ -408,10 +415,6 @@ class KalmanMixer(ChannelDecayMixer):
     def make_process_noise(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must say how its process noise is predicted")
 
-    def predict_process_noise(self, x: Tensor) -> Tensor:
-        """ω before softplus, [B, T, ·]."""
-        return self.w_proj(x)
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -441,7 +444,7 @@ class KalmanMixer(ChannelDecayMixer):
     def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
         wide = state_dtype(x)
         if self.process_noise is None:
-            noise = F.softplus(self.predict_process_noise(x))
+            noise = F.softplus(self.w_proj(x))
         else:
             noise = k.new_full((), self.process_noise, dtype=wide)
         if self.obs_noise is None:
@@ -470,11 +473,9 @@ class KalmanMixer(ChannelDecayMixer):
     ) -> tuple[Tensor, ...]:
         """gain, final covariance and, with `return_prior`, the predictive covariance of every token."""
         sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        kalman = {"diagonal": diagonal_gain, "isotropic": isotropic_gain, "exact": exact_gain}[
-            str(self.kalman)
-        ]
+        gains = {"diagonal": diagonal_gain, "isotropic": isotropic_gain, "exact": exact_gain}
         assert w.process_noise is not None and w.obs_noise is not None
-        return kalman(
+        return gains[str(self.kalman)](
             k,
             w.log_decay,
             w.process_noise,
@@ -504,9 +505,10 @@ class KalmanMixer(ChannelDecayMixer):
 
 
 class DiagonalKDN(KalmanMixer):
-    """One variance per channel. ω is low-rank, its second matrix zero at the start: equal for all channels."""
+    """One variance per channel. ω is low-rank, its second matrix zero at the start: ω = ln 2."""
 
     kalman = "diagonal"
+    w_proj: nn.Sequential
 
     def make_process_noise(self) -> None:
         self.w_proj = low_rank(self.hidden_size, self.value_dim, self.num_heads * self.head_dim, bias=True)
@@ -514,8 +516,10 @@ class DiagonalKDN(KalmanMixer):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.process_noise is None:
-            nn.init.zeros_(self.w_proj[1].weight)
-            nn.init.zeros_(self.w_proj[1].bias)
+            last = self.w_proj[1]
+            assert isinstance(last, nn.Linear)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
 
     def first_cov(self, sequences: int) -> Tensor:
         return super().first_cov(sequences)[..., None].expand(-1, -1, self.head_dim)
@@ -551,6 +555,7 @@ class IsotropicKDN(KalmanMixer):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.process_noise is None:
+            assert isinstance(self.w_proj, nn.Linear)
             nn.init.zeros_(self.w_proj.bias)
 
     def shape_noise(self, noise: Tensor, k: Tensor) -> Tensor:

@@ -147,57 +147,51 @@ class Mamba3(nn.Module):
         z, v, b, c, dt, a, trap, angles = self.in_proj(x).split(self.widths, dim=-1)
         narrow = v.dtype
 
-        # [B, T, H], and the rotation
+        # [B, T, H]
         delta = F.softplus(dt.to(wide) + self.dt_bias)
         log_decay = -delta * F.softplus(a.to(wide)).clamp_min(SLOWEST_RATE)
         left, right = delta * torch.sigmoid(-trap.to(wide)), delta * torch.sigmoid(trap.to(wide))
         turns = delta[..., None] * (math.pi * torch.tanh(angles.to(wide)))[:, :, None]
         angle = _sum_of_turns(turns, state.angle, cu_seqlens).to(wide)
 
-        # [B, T, R, H, ·]
-        still = F.pad(angle, (0, self.state_dim // 2 - self.pairs))[:, :, None]
-        cos, sin = still.cos(), still.sin()
-        b = self._rotated(b, self.B_norm, self.B_bias, cos, sin).to(narrow)
-        c = self._rotated(c, self.C_norm, self.C_bias, cos, sin).to(narrow)
+        # [B, T, R, N], the same for all heads, then [B, T, R, H, ·]
+        b, c = self._normed(b.to(wide), self.B_norm), self._normed(c.to(wide), self.C_norm)
+        key = self._rotated(b, self.B_bias, angle).to(narrow)
+        query = self._rotated(c, self.C_bias, angle).to(narrow)
         v = v.unflatten(-1, (self.heads, -1))[:, :, None]
-        if ranks > 1:
-            v = (v * self.mimo_x.transpose(0, 1)).to(narrow)
+        value = v if ranks == 1 else (v * self.mimo_x.transpose(0, 1)).to(narrow)
 
-        b_before = _before(b, state.last_b.transpose(1, 2), cu_seqlens)
+        key_before = _before(key, state.last_b.transpose(1, 2), cu_seqlens)
         weight = log_decay.exp() * (_before(right, state.last_weight, cu_seqlens) + left)
-        written = weight[:, :, None, :, None] * _before(v, state.last_x.transpose(1, 2), cu_seqlens)
+        written = weight[:, :, None, :, None] * _before(value, state.last_x.transpose(1, 2), cu_seqlens)
         written = written.to(narrow)
         read, memory = delta_memory(
-            c.flatten(1, 2),
+            query.flatten(1, 2),
             None,
             written.flatten(1, 2),
-            b_before.flatten(1, 2),
+            key_before.flatten(1, 2),
             F.pad(log_decay[:, :, None], (0, 0, 0, ranks - 1)).flatten(1, 2),
             scale=1.0,
             initial_state=state.memory,
             cu_seqlens=None if cu_seqlens is None else cu_seqlens * ranks,
         )
 
-        own = torch.einsum("btrhn,btshn->bthrs", c, b).to(wide) * right[..., None, None]
-        own = own + self.D[:, None, None] * torch.eye(ranks, device=x.device, dtype=wide)
-        y = read.unflatten(1, (-1, ranks)) + torch.einsum("bthrs,btshp->btrhp", own, v.to(wide))
-        if ranks > 1:
-            missed = torch.einsum("btrhn,btshn->bthrs", c, b_before).triu(1)
-            y = y + torch.einsum("bthrs,btshp->btrhp", missed, written)
-
+        y = torch.addcmul(read.unflatten(1, (-1, ranks)).to(wide), self._own(b, c, right), v.to(wide))
         z = z.unflatten(-1, (self.heads, -1))[:, :, None].to(wide)
-        if ranks > 1:
-            y = y * F.silu(z * self.mimo_z.transpose(0, 1)) * self.mimo_o.transpose(0, 1)
-        else:
+        if ranks == 1:
             y = y * F.silu(z)
-        last = Mamba3State(
+        else:
+            missed = torch.einsum("btrhn,btshn->bthrs", query, key_before).triu(1)
+            y = y + torch.einsum("bthrs,btshp->btrhp", missed, written)
+            y = y * F.silu(z * self.mimo_z.transpose(0, 1)) * self.mimo_o.transpose(0, 1)
+        end = Mamba3State(
             memory,
-            _newest(b, state.last_b.transpose(1, 2), cu_seqlens).transpose(1, 2),
-            _newest(v, state.last_x.transpose(1, 2), cu_seqlens).transpose(1, 2),
+            _newest(key, state.last_b.transpose(1, 2), cu_seqlens).transpose(1, 2),
+            _newest(value, state.last_x.transpose(1, 2), cu_seqlens).transpose(1, 2),
             _newest(right, state.last_weight, cu_seqlens),
             _newest(angle, state.angle, cu_seqlens),
         )
-        return self.out_proj(y.sum(2).flatten(2).to(x.dtype)), last
+        return self.out_proj(y.sum(2).flatten(2).to(x.dtype)), end
 
     def _start(self, sequences: int, device: torch.device, dtype: torch.dtype) -> Mamba3State:
         """Nothing stored, and nothing before the first token."""
@@ -206,15 +200,39 @@ class Mamba3(nn.Module):
         zeros = (torch.zeros(sequences, self.heads, *shape, device=device, dtype=dtype) for shape in shapes)
         return Mamba3State(*zeros)
 
-    def _rotated(self, x: Tensor, norm: nn.RMSNorm, bias: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """B or C of every head as the memory sees it: [B, T, R·N] → [B, T, R, H, N]."""
-        x = x.to(cos.dtype).unflatten(-1, (self.mimo_rank, self.state_dim))
-        x = F.rms_norm(x, (self.state_dim,), norm.weight.to(x.dtype), norm.eps)
+    def _normed(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """B or C before the heads' biases: [B, T, R·N] → [B, T, R, N]."""
+        x = x.unflatten(-1, (self.mimo_rank, self.state_dim))
+        return F.rms_norm(x, (self.state_dim,), norm.weight.to(x.dtype), norm.eps)
+
+    def _rotated(self, x: Tensor, bias: Tensor, angle: Tensor) -> Tensor:
+        """B or C of every head as the memory sees it: [B, T, R, N] → [B, T, R, H, N]."""
         x = x[:, :, :, None] + bias.transpose(0, 1)
+        angle = F.pad(angle, (0, self.state_dim // 2 - self.pairs))[:, :, None]
+        cos, sin = angle.cos(), angle.sin()
         axis, grid = (-1, (-1, 2)) if self.mimo_rank == 1 else (-2, (2, -1))
         first, second = x.unflatten(-1, grid).unbind(axis)
         turned = (first * cos - second * sin, first * sin + second * cos)
         return torch.stack(turned, axis).flatten(-2)
+
+    def _own(self, b: Tensor, c: Tensor, right: Tensor) -> Tensor:
+        """What a token's x is multiplied by to give what y has of it beside the memory's read.
+
+        Σ_s (λΔ C_r·B_s + D [r = s]) mimo_x_s, [B, T, R, H, P] (in SISO, [B, T, 1, H, 1]). One token's B and C
+        have turned alike, so C_r·B_s follows from what all heads share and from their biases.
+        """
+        b_bias, c_bias = self.B_bias.to(b.dtype), self.C_bias.to(c.dtype)
+        products = (
+            (c @ b.mT)[:, :, None]
+            + torch.einsum("btrn,hsn->bthrs", c, b_bias)
+            + torch.einsum("btsn,hrn->bthrs", b, c_bias)
+            + c_bias @ b_bias.mT
+        )
+        ranks = torch.eye(self.mimo_rank, device=b.device, dtype=b.dtype)
+        own = right[..., None, None] * products + self.D[:, None, None] * ranks
+        if self.mimo_rank == 1:
+            return own.permute(0, 1, 3, 2, 4)
+        return torch.einsum("bthrs,hsp->btrhp", own, self.mimo_x.to(own.dtype)).to(own.dtype)
 
     def state_size(self) -> int:
         """Numbers in the memory of one sequence; the last token's B, x and λΔ and the angles do not count."""

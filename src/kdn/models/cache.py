@@ -99,7 +99,7 @@ class KDNCache(Cache):
         self.change(lambda x: x.repeat_interleave(repeats, 0))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KDNCache":
-        """A branch: both go on on their own. Copies what has gradients too, which PyTorch's deepcopy does not."""
+        """A branch. Copies states that have gradients too, which PyTorch's deepcopy does not."""
         copy = KDNCache()
         copy.put(self.states, self.tokens)
         copy.change(Tensor.clone)

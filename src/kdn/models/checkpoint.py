@@ -9,7 +9,7 @@ __all__ = ["checked_loading"]
 
 
 def checked_loading(load: Callable[..., Any], cls: type, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-    """load(name_or_path, …), a `from_pretrained`; a damaged, truncated or foreign checkpoint is a ValueError."""
+    """load(name_or_path, …), a `from_pretrained`; a damaged or foreign checkpoint is a ValueError."""
     from safetensors import SafetensorError
 
     wants_info = kwargs.pop("output_loading_info", False)
@@ -27,7 +27,7 @@ def checked_loading(load: Callable[..., Any], cls: type, name_or_path: Any, *arg
     except SafetensorError as error:
         raise ValueError(f"{name_or_path}: the weights are damaged or cut off ({error})") from None
     except RuntimeError as error:
-        if "size mismatch" not in str(error) and "shape" not in str(error):
+        if "mismatch" not in str(error):
             raise
         raise ValueError(f"{name_or_path}: the weights do not have the sizes that config.json says") from None
     tied = (

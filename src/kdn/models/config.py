@@ -36,9 +36,9 @@ class KDNConfig(PreTrainedConfig):
     """Sizes and mixers of a `KDNModel`.
 
     mixer: the mixer of every layer (`kdn.mixers.MIXERS` has the names). layers: one mixer name per layer
-    instead, such as ["kdn-diagonal", "attention"] * 9. window: how many tokens attention layers see, the token
-    itself included; None: all. intermediate_size: None is 8/3 of hidden_size. mixer_options of any mixer in use
-    (info_scale, decay, mimo_rank, …) are fields too: `KDNConfig(mixer="kdn-diagonal", info_scale=1.0)`.
+    instead, such as ["kdn-diagonal", "attention"] * 9. window: how many tokens attention layers see, the
+    token itself included; None: all. intermediate_size: None is 8/3 of hidden_size. Options of any mixer in
+    use (info_scale, decay, mimo_rank, …) are fields too: `KDNConfig(mixer="kdn-diagonal", info_scale=1.0)`.
 
     An unknown field, an option of a mixer that is not in use, or impossible sizes raise ValueError.
     """
@@ -118,7 +118,7 @@ class KDNConfig(PreTrainedConfig):
         KDNConfig.for_hub = True
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Write config.json; after `register_for_auto_class` also hub.py and the map of Auto classes to it."""
+        """Write config.json; after `register_for_auto_class` also hub.py and Auto classes' map to it."""
         if self.for_hub:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(__file__).with_name("hub.py"), Path(save_directory, "hub.py"))

@@ -1,13 +1,15 @@
 """Checkpoints of flash-linear-attention as our models.
 
-    model = kdn.models.fla.load("some/folder")            # or a repository of the Hugging Face hub, "owner/name"
+    model = kdn.models.fla.load("some/folder")     # or a repository of the Hugging Face hub, "owner/name"
 
-Its KDA, Gated DeltaNet and DeltaNet models (and GDN-2, of which it has the layer, under the names of its KDA model)
-have the blocks that ours have: only names differ. Settings that change what a model computes and that our
-layers do not have are errors, never ignored. Weights are read from safetensors only, nothing is unpickled.
+Its KDA, Gated DeltaNet and DeltaNet models have the blocks that ours have: only names differ. Of GDN-2 it
+has the layer and no model; a checkpoint of type "gdn2" with the names of its KDA model is read too. Settings
+that change what a model computes and that our layers do not have are errors. Weights are read from
+safetensors only, nothing is unpickled.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,8 +75,9 @@ def load(path_or_repo: str | Path) -> KDNForCausalLM:
     What is not there, not readable or not expressible is a ValueError that says what.
     """
     folder = _folder(path_or_repo)
-    config = config_from_fla(_json(folder / "config.json"))
+    read = _json(folder / "config.json")
     try:
+        config = config_from_fla(read)
         state = state_dict_from_fla(_tensors(folder), config)
     except ValueError as error:
         raise ValueError(f"{path_or_repo}: {error}") from None
@@ -154,12 +157,14 @@ def _head(kind: str, given: Mapping[str, Any]) -> tuple[int, float]:
     if kind != "delta_net":
         return given["head_dim"], given["expand_v"]
     # Its DeltaNet says how wide all heads are together.
-    head_dim = given["hidden_size"] * given["expand_k"] / given["num_heads"]
-    if head_dim != int(head_dim) or head_dim < 1:
+    width = given["hidden_size"] * given["expand_k"]
+    keys = round(width)
+    if not math.isclose(width, keys) or keys % given["num_heads"]:
         raise ValueError(
-            f"expand_k={given['expand_k']} gives heads of {head_dim} channels, hidden_size · expand_k / num_heads"
+            f"expand_k={given['expand_k']} gives {width:g} key channels, hidden_size · expand_k: no whole "
+            f"number for each of {given['num_heads']} heads"
         )
-    return int(head_dim), given["expand_v"] / given["expand_k"]
+    return keys // given["num_heads"], given["expand_v"] / given["expand_k"]
 
 
 def _intermediate_size(given: Mapping[str, Any]) -> int:
@@ -182,19 +187,23 @@ def _attention(given: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
             "window": spec.get("window_size"),
             "rope_theta": spec.get("rope_theta", 10000.0),
         }
-        if spec["num_heads"] != heads or heads * head_dim != hidden_size:
+        if spec.get("num_heads") != heads or heads * head_dim != hidden_size:
             raise ValueError(
-                f"attn.num_heads={spec['num_heads']} (of {hidden_size // spec['num_heads']} channels) has no "
-                f"counterpart here: attention layers have the heads of the others, {heads} of {head_dim} channels"
+                f"attn.num_heads={spec.get('num_heads')}, sharing {hidden_size} channels, has no counterpart "
+                f"here: attention layers have the heads of the others, {heads} of {head_dim} channels"
             )
         if spec.get("num_kv_heads") not in (None, heads):
-            raise ValueError(f"attn.num_kv_heads={spec['num_kv_heads']} has no counterpart here, only {heads} has")
+            raise ValueError(
+                f"attn.num_kv_heads={spec['num_kv_heads']} has no counterpart here, only {heads} has"
+            )
         for name in ("qkv_bias", "qk_norm"):
             if spec.get(name):
                 raise ValueError(f"attn.{name}={spec[name]} has no counterpart here, only False has")
         for name, theirs in (("window", "window_size"), ("rope_theta", "rope_theta")):
             if name in found and found[name] != here[name]:
-                raise ValueError(f"attn.{theirs} must be one for all layers, got {found[name]} and {here[name]}")
+                raise ValueError(
+                    f"attn.{theirs} must be one for all layers, got {found[name]} and {here[name]}"
+                )
         found = here | {"layers": [*found.get("layers", []), *spec["layers"]]}
     return found
 

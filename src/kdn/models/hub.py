@@ -1,4 +1,4 @@
-"""Copied beside weights that go to a hub: lets `trust_remote_code=True` find the models of the installed kdn."""
+"""Copied beside weights: lets `trust_remote_code=True` find the models of the installed kdn."""
 
 try:
     from kdn.models import KDNConfig, KDNForCausalLM, KDNModel

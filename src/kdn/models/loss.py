@@ -1,7 +1,7 @@
 """Cross entropy of a language model's head that never holds all logits.
 
-Tokens go through head and softmax in pieces. Gradients of hidden states and head are made in the forward pass,
-where a piece's logits are at hand: no logits are kept or computed twice.
+Tokens go through head and softmax in pieces. Gradients of hidden states and head are made in the forward
+pass, where a piece's logits are at hand: no logits are kept or computed twice.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["next_token_loss"]
+__all__ = ["next_token_loss", "token_loss"]
 
 PIECE = 2**25  # logits at a time: 128 MiB of float32
 
@@ -60,12 +60,19 @@ class _HeadLoss(torch.autograd.Function):
 def next_token_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, count: Tensor | float | None = None
 ) -> Tensor:
-    """Mean cross entropy of predicting labels[t + 1] from hidden[t]; labels of −100 are left out.
+    """Mean cross entropy of predicting labels[t + 1] from hidden[t]; see `token_loss`."""
+    return token_loss(hidden, weight, F.pad(labels[:, 1:], (0, 1), value=-100), count=count)
 
-    hidden: [B, T, d], labels: [B, T]. count: divide by this instead of by the number of labels (for gradients
-    accumulated over several calls). 0 where there is nothing to predict. Can be differentiated once.
+
+def token_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, count: Tensor | float | None = None
+) -> Tensor:
+    """Mean cross entropy of predicting targets[t] from hidden[t]; targets of −100 are left out.
+
+    hidden: [B, T, d], targets: [B, T]. count: divide by this instead of by the number of targets (for
+    gradients accumulated over several calls). 0 where there is nothing to predict. Differentiable once.
     """
-    wanted = F.pad(labels[:, 1:], (0, 1), value=-100).reshape(-1)
+    wanted = targets.reshape(-1)
     kept = wanted != -100
     h, wanted = hidden.reshape(-1, hidden.shape[-1])[kept], wanted[kept]
     device = hidden.device.type

@@ -3,8 +3,8 @@
     KDNModel          tokens → hidden states
     KDNForCausalLM    tokens → logits, or the loss; generates
 
-Padded batches are unpadded once, before the first layer: all rows lie one after another with `cu_seqlens`, so that
-padding enters no state. States are in a `KDNCache`. What a mixer is, no code here asks.
+Padded batches are unpadded once, before the first layer: all rows lie one after another with `cu_seqlens`, so
+that padding enters no state. States are in a `KDNCache`. What a mixer is, no code here asks.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from kdn.mixers.parts import ShortConvolution
 from kdn.models.cache import KDNCache
 from kdn.models.checkpoint import checked_loading
 from kdn.models.config import KDNConfig
-from kdn.models.loss import next_token_loss
+from kdn.models.loss import next_token_loss, token_loss
 
 __all__ = ["KDNForCausalLM", "KDNModel", "Uncertainty"]
 
@@ -44,21 +44,30 @@ class KDNCausalLMOutput(CausalLMOutputWithPast):
     uncertainty: Uncertainty | None = None
 
 
+class ResidualLinear(nn.Linear):
+    """nn.Linear without bias, starting √(2·layers) smaller: as many additions as that go into the residual.
+
+    A layer of its own, since transformers initialises only modules that have parameters themselves.
+    """
+
+    def __init__(self, inputs: int, outputs: int, layers: int) -> None:
+        self.layers = layers  # reset_parameters, which super() calls, needs it
+        super().__init__(inputs, outputs, bias=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.weight.div_((2 * self.layers) ** 0.5)
+
+
 class SwiGLU(nn.Module):
     """down(SiLU(gate(x)) ⊙ up(x))"""
 
     def __init__(self, hidden_size: int, intermediate_size: int, layers: int) -> None:
         super().__init__()
-        self.layers = layers
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        # Two additions to the residual per layer: this keeps its variance from growing with depth.
-        self.down_proj.reset_parameters()
-        self.down_proj.weight.div_((2 * self.layers) ** 0.5)
+        self.down_proj = ResidualLinear(intermediate_size, hidden_size, layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -97,8 +106,10 @@ class KDNPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, (nn.RMSNorm, ShortConvolution)):
             module.reset_parameters()
-        elif not isinstance(module, PreTrainedModel) and hasattr(module, "reset_parameters"):
-            module.reset_parameters()  # a mixer or SwiGLU, after its parts
+        elif not isinstance(module, PreTrainedModel):
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):  # a mixer, after its parts
+                reset()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -121,10 +132,10 @@ class KDNModel(KDNPreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings = value
 
     def forward(
@@ -140,7 +151,7 @@ class KDNModel(KDNPreTrainedModel):
         return_dict: bool | None = None,
         **unused: Any,
     ) -> KDNOutput | tuple[Any, ...]:
-        """input_ids: [B, T]. attention_mask: [B, ≥ T], 0 for padding. cu_seqlens: sequences packed in one row.
+        """input_ids: [B, T]. attention_mask: [B, ≥ T], 0 for padding. cu_seqlens: sequences packed in a row.
 
         `output_uncertainty` adds an `Uncertainty`; it computes a layer a second time, token by token.
         """
@@ -153,7 +164,7 @@ class KDNModel(KDNPreTrainedModel):
             raise ValueError(
                 f"past_key_values is of a model with {len(cache)} layers, not {len(self.layers)}"
             )
-        batch, length = x.shape[:2]
+        length = x.shape[1]
         padding = None
         if cu_seqlens is None and attention_mask is not None:
             padding = _Padding.of(attention_mask, length)
@@ -162,7 +173,9 @@ class KDNModel(KDNPreTrainedModel):
         if padding is not None:
             x, cu_seqlens = padding.remove(x), padding.cu_seqlens
 
-        hidden, states, known = [], [], []
+        hidden, states = [], []
+        known: list[Any] = []
+        layer: Any
         for i, layer in enumerate(self.layers):
             if output_hidden_states:
                 hidden.append(x)
@@ -201,7 +214,7 @@ class _Padding(NamedTuple):
 
     @classmethod
     def of(cls, attention_mask: Tensor, length: int) -> "_Padding | None":
-        """None where nothing is padded. A mask that is longer than the input also covers what a cache holds."""
+        """None where nothing is padded. A mask longer than the input also covers what a cache holds."""
         mask = attention_mask[:, -length:].bool()
         if mask.all():
             return None
@@ -227,16 +240,16 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.model.embeddings = value
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
     def forward(
@@ -246,6 +259,7 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
         past_key_values: KDNCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        targets: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int = 0,
@@ -255,14 +269,15 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **unused: Any,
     ) -> KDNCausalLMOutput | tuple[Any, ...]:
-        """labels: [B, T], usually input_ids; shifted inside, −100 is left out. logits_to_keep: how many of the
-        last positions get logits, 0: all (none with labels)."""
+        """labels: [B, T], usually input_ids; shifted inside, −100 is left out. targets: labels that are
+        shifted already, position t holding the token after input t. logits_to_keep: how many of the last
+        positions get logits, 0: all (none with labels)."""
         found = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache if labels is None else bool(use_cache),
+            use_cache=use_cache if labels is None and targets is None else bool(use_cache),
             cu_seqlens=cu_seqlens,
             output_hidden_states=output_hidden_states,
             output_uncertainty=output_uncertainty,
@@ -279,6 +294,8 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
                 first[0, starts[starts < labels.shape[1]]] = True
                 labels = labels.masked_fill(first, -100)
             loss = next_token_loss(hidden, self.lm_head.weight, labels, count=num_items_in_batch)
+        elif targets is not None:
+            loss = token_loss(hidden, self.lm_head.weight, targets, count=num_items_in_batch)
         else:
             logits = self.lm_head(hidden[:, -logits_to_keep:])
         output = KDNCausalLMOutput(

@@ -3,8 +3,8 @@
     <mixer>-<scale>        kdn-diagonal-750m, kda-tiny, mamba3-mimo-1.3b; transformer: attention-1.3b
     <mixer>-swa-<scale>    the hybrids: that mixer and attention in a window of 2,048, alternating
 
-A scale fixes layers, width, heads and the number of parameters in the stack of blocks (embeddings and head are not
-counted). The feed-forward width of each preset is the whole number that comes nearest to it.
+A scale fixes layers, width, heads and the number of parameters in the stack of blocks (embeddings and head
+are not counted). The feed-forward width of each preset is the whole number that comes nearest to it.
 """
 
 import difflib
@@ -66,11 +66,12 @@ def preset(name: str, **changes: Any) -> KDNConfig:
         near = difflib.get_close_matches(name, list(preset_names()), 1, 0.5)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"no preset {name!r}: write <mixer>-<scale> or <mixer>-swa-<scale>, scales {', '.join(SCALES)}{hint}"
+            f"no preset {name!r}: write <mixer>-<scale> or <mixer>-swa-<scale>, scales are "
+            f"{', '.join(SCALES)}{hint}"
         )
     scale = SCALES[size]
     layers = [mixer, "attention"] * (scale.layers // 2) if hybrid else [mixer] * scale.layers
-    fields = {
+    fields: dict[str, Any] = {
         "mixer": mixer,
         "layers": layers if hybrid else None,
         "num_hidden_layers": scale.layers,

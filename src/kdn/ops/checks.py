@@ -35,7 +35,7 @@ def gain_arguments(
     _shape("process_noise", process_noise, noise_shape)
     _shape("obs_noise", obs_noise, (b, t, h))
     assert process_noise is not None and obs_noise is not None
-    n = _sequences(cu_seqlens, b, t)
+    n = sequences(cu_seqlens, b, t)
     if initial_cov is not None:
         cov_shape = {
             "diagonal_gain": (n, h, width),
@@ -97,7 +97,7 @@ def memory_arguments(
     _decay(log_decay, (b, t, h, width))
     if scale is not None and not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    n = _sequences(cu_seqlens, b, t)
+    n = sequences(cu_seqlens, b, t)
     if initial_state is not None:
         _shape("initial_state", initial_state, (n, h, width, v.shape[-1]))
     _one_device(q=q, k=k, v=v, gain=gain, log_decay=log_decay, initial_state=initial_state)
@@ -170,7 +170,7 @@ def _decay(log_decay: object, shape: tuple[int, ...]) -> None:
         )
 
 
-def _sequences(cu_seqlens: object, batch: int, time: int) -> int:
+def sequences(cu_seqlens: object, batch: int, time: int) -> int:
     """Check `cu_seqlens` and return how many sequences there are."""
     if cu_seqlens is None:
         return batch

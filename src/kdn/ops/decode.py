@@ -58,6 +58,9 @@ def decode(
     tau = q.shape[3] ** -0.5 if scale is None else float(scale)
     result = v.new_empty(v.shape) if out is None else out
     kernel = getattr(registry.choose(backend, q.device), "decode", None)
+    # The kernel is not an operator that a graph could hold; the operations below are.
+    if torch.compiler.is_compiling():
+        kernel = None
     if kernel is not None and kernel(
         kind, q, k, v, log_decay, gain, process_noise, obs_noise, mu, cov, state, tau, result
     ):

@@ -8,6 +8,7 @@ Layers without uncertainty (KDA and the other baselines) have no read variance: 
 delta-rule memory have NaN everywhere.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from kdn.mixers.delta import DeltaMixer, KalmanMixer
 from kdn.ops import decode
+from kdn.ops.precision import state_dtype
 
 __all__ = ["of_layer"]
 
@@ -46,12 +48,12 @@ def of_layer(
         ends = cu_seqlens.tolist()
         parts = [
             (slice(a, b), None if memory is None else memory[i : i + 1])
-            for i, (a, b) in enumerate(zip(ends[:-1], ends[1:], strict=True))
+            for i, (a, b) in enumerate(pairwise(ends))
         ]
     norms = []
     for part, start in parts:
-        arguments = (None if y is None else y[:, part] for y in (q, w.erase, w.value, gain, w.log_decay))
-        norms.append(_state_norms(*arguments, start))
+        erase, decay = (None if y is None else y[:, part] for y in (w.erase, w.log_decay))
+        norms.append(_state_norms(q[:, part], erase, w.value[:, part], gain[:, part], decay, start))
     return write, variance, torch.cat(norms, 1)
 
 
@@ -68,7 +70,7 @@ def _read_variance(mixer: KalmanMixer, q: Tensor, k: Tensor, r: Tensor, prior: T
         seen = (prior @ k[..., None])[..., 0]
         information = mu / (r + mu * (k * seen).sum(-1))
         before = (q[..., None, :] @ prior @ q[..., None])[..., 0, 0]
-        # A difference of what is nearly equal where q has just been written: rounding must not make it negative.
+        # Nearly equal where q has just been written: rounding must not make the difference negative.
         variance = (before - (q * seen).sum(-1).square() * information).clamp_min(0)
     return variance / width  # τ² = 1/K
 
@@ -79,8 +81,9 @@ def _state_norms(
     """‖S_t‖ of every token, [B, T, H]."""
     batch, time, heads, width = q.shape
     shape = (batch, heads, width, v.shape[3])
-    state = torch.zeros(shape, device=q.device) if start is None else start.float().clone()
-    norms = torch.empty(batch, time, heads, device=q.device)
+    wide = state_dtype(q, v, gain)
+    state = q.new_zeros(shape, dtype=wide) if start is None else start.to(wide, copy=True)
+    norms = q.new_empty(batch, time, heads, dtype=torch.float32)
     for t in range(time):
         at = slice(t, t + 1)
         decode(

@@ -47,7 +47,7 @@ def gains_watched(model: nn.Module, seen: Callable[[int, Tensor], object]) -> It
 
 @contextmanager
 def info_scale_set(model: nn.Module, info_scale: float | None) -> Iterator[None]:
-    """While open, every KDN layer uses this information scale; weights stay as they are. None changes nothing."""
+    """While open, every KDN layer uses this information scale (None: as before); weights stay as they are."""
     if info_scale is None:
         yield
         return

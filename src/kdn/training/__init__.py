@@ -1,0 +1,1 @@
+"""Training: recipes, data, the loop, checkpoints and parallelism."""
