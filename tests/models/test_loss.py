@@ -142,7 +142,8 @@ def test_large_logits_do_not_overflow() -> None:
 def test_a_second_derivative_is_refused() -> None:
     """Gradients are made in the forward pass, so it would be wrong, not slow."""
     hidden, weight, labels = problem()
-    (grad,) = torch.autograd.grad(next_token_loss(hidden, weight, labels), hidden, create_graph=True)
+    loss = next_token_loss(hidden, weight, labels).square()
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 

@@ -42,7 +42,7 @@ class Bytes:
     """The bytes of a text are its ids: for models that have no tokenizer because they have learned nothing."""
 
     vocabulary = 256
-    end = None
+    end: int | None = None
 
     def encode(self, text: str, start: bool = True) -> list[int]:
         return list(text.encode("utf-8"))

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdn.mixers.parts import continued, last_inputs, softplus_inverse
-from kdn.ops import delta_memory
+from kdn.ops import checks, delta_memory
 from kdn.ops.precision import state_dtype
 
 __all__ = ["Mamba3MIMO", "Mamba3SISO", "Mamba3State"]
@@ -142,8 +142,11 @@ class Mamba3(nn.Module):
     ) -> tuple[Tensor, Mamba3State]:
         """x: [B, T, hidden] → y like x, and the state to go on from."""
         ranks, wide = self.mimo_rank, state_dtype(x)
+        rows = checks.sequences(cu_seqlens, x.shape[0], x.shape[1])
         if state is None:
-            state = self._start(x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.device, wide)
+            state = self._start(rows, x.device, wide)
+        elif state.memory.shape[0] != rows:
+            raise ValueError(f"state must have {rows} rows, one per sequence, got {state.memory.shape[0]}")
         z, v, b, c, dt, a, trap, angles = self.in_proj(x).split(self.widths, dim=-1)
         narrow = v.dtype
 
@@ -156,8 +159,10 @@ class Mamba3(nn.Module):
 
         # [B, T, R, N], the same for all heads, then [B, T, R, H, ·]
         b, c = self._normed(b.to(wide), self.B_norm), self._normed(c.to(wide), self.C_norm)
-        key = self._rotated(b, self.B_bias, angle).to(narrow)
-        query = self._rotated(c, self.C_bias, angle).to(narrow)
+        turned = F.pad(angle, (0, self.state_dim // 2 - self.pairs))[:, :, None]  # the other pairs by 0
+        cos, sin = turned.cos(), turned.sin()
+        key = self._rotated(b, self.B_bias, cos, sin).to(narrow)
+        query = self._rotated(c, self.C_bias, cos, sin).to(narrow)
         v = v.unflatten(-1, (self.heads, -1))[:, :, None]
         value = v if ranks == 1 else (v * self.mimo_x.transpose(0, 1)).to(narrow)
 
@@ -205,11 +210,9 @@ class Mamba3(nn.Module):
         x = x.unflatten(-1, (self.mimo_rank, self.state_dim))
         return F.rms_norm(x, (self.state_dim,), norm.weight.to(x.dtype), norm.eps)
 
-    def _rotated(self, x: Tensor, bias: Tensor, angle: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, bias: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """B or C of every head as the memory sees it: [B, T, R, N] → [B, T, R, H, N]."""
         x = x[:, :, :, None] + bias.transpose(0, 1)
-        angle = F.pad(angle, (0, self.state_dim // 2 - self.pairs))[:, :, None]
-        cos, sin = angle.cos(), angle.sin()
         axis, grid = (-1, (-1, 2)) if self.mimo_rank == 1 else (-2, (2, -1))
         first, second = x.unflatten(-1, grid).unbind(axis)
         turned = (first * cos - second * sin, first * sin + second * cos)

@@ -28,6 +28,8 @@ from kdn.training.parallel import Ranks
 __all__ = ["CheckpointError", "Checkpoints"]
 
 _ABOUT = "kdn.json"
+# DCP says so from a thread of its own whenever a run is one process, which is what was asked for.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CheckpointError(RuntimeError):
@@ -63,14 +65,9 @@ class Checkpoints:
         self._wait_for_all()
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process is one process
-            future: Any = async_save(
-                state,
-                checkpoint_id=temporary,
-                process_group=self.group,
-                no_dist=self.ranks.world == 1,
-            )
+        future: Any = async_save(
+            state, checkpoint_id=temporary, process_group=self.group, no_dist=self.ranks.world == 1
+        )
 
         def complete() -> None:
             try:
@@ -112,9 +109,7 @@ class Checkpoints:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
         folder = self.folder / name
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            load(state, checkpoint_id=folder, process_group=self.group, no_dist=self.ranks.world == 1)
+        load(state, checkpoint_id=folder, process_group=self.group, no_dist=self.ranks.world == 1)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         read: dict[str, Any] = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))["about"]
         return read

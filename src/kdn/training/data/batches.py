@@ -10,7 +10,7 @@ all of them in a new order each epoch: a permutation that is computed, not store
 Packing says what happens where documents meet inside a sequence:
 
     concatenate   nothing: the sequence runs on over eos, as in one long text
-    documents     a document is a sequence of its own (`cu_seqlens`): nothing leaks, and what follows an eos is not predicted
+    documents     a document is a sequence of its own (`cu_seqlens`): nothing leaks, nothing is predicted after eos
 
 The stream of sequences is the same whatever the number of processes and the size of micro-batches. A step is the
 next `sequences` of it, split over the ranks. How many were read, `position`, is all there is to save.

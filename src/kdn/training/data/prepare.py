@@ -4,9 +4,9 @@
     OUT/tokenizer               the tokenizer that made them
 
 Documents are tokenized one by one, in other processes, and written in their order: the shards are the same whatever
-the number of workers. Which documents validate is a matter of their number alone. Hence a run that was
-killed, or that a bad document stopped, goes on with `resume` as if nothing had been: it reads the source from the start,
-leaves out what whole shards hold, and tokenizes the rest.
+the number of workers. Which documents validate is a matter of their number alone. Hence a run that was killed, or
+that a bad document stopped, goes on with `resume` as if nothing had been: it reads the source from the start, leaves
+out what whole shards hold, and tokenizes the rest.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -64,9 +64,9 @@ def prepare(
 ) -> Prepared:
     """Tokenize `source` into shards in `out`.
 
-    tokenizer: a folder, or a name on the Hugging Face hub. limit_tokens: stop with the document that brings the training
-    shards to so many. validation: below 1 the share of documents, spread evenly, that validate and are not trained
-    on; from 1 on their number, and they are the first ones. resume: go on where an earlier call was stopped.
+    tokenizer: a folder, or a name on the Hugging Face hub. limit_tokens: stop with the document that brings the
+    training shards to so many. validation: below 1 the share of documents, spread evenly, that validate and are not
+    trained on; from 1 on their number, and they are the first ones. resume: go on where an earlier call was stopped.
     Raises DataError.
     """
     if workers < 1:
@@ -156,7 +156,9 @@ def _jobs(
         yield job
 
 
-def _tokenized(jobs: Iterator[_Job], file: Path, workers: int) -> "Iterator[tuple[bool, np.ndarray]]":
+def _tokenized(
+    jobs: Iterator[_Job], file: Path, workers: int
+) -> "Generator[tuple[bool, np.ndarray], None, None]":
     """(side, tokens) of every document, in order."""
     if workers == 1:
         tokenizer = _load(file)
@@ -303,9 +305,12 @@ def _prepare(args: argparse.Namespace) -> None:
     if name is None:
         name = Path(args.out) / "tokenizer"
         # It must stay the one that the shards so far were made with.
-        if not (args.resume and (name / "tokenizer.json").exists()):
-            name.parent.mkdir(parents=True, exist_ok=True)
+        if not name.exists():
             tokenizer.train(source.documents(), args.train_tokenizer, name)
+        elif not args.resume:
+            raise DataError(
+                f"{name} exists already: resume (--resume) to go on with it, or give another folder"
+            )
     made = prepare(
         source,
         args.out,

@@ -103,7 +103,7 @@ class ShardWriter:
         self.folder = Path(folder)
         self.eos_token_id = eos_token_id
         self.vocab_size = vocab_size
-        header = {
+        header: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "dtype": "uint16" if vocab_size < 2**16 else "uint32",

@@ -62,9 +62,12 @@ def save(tokenizer: "PreTrainedTokenizerFast", folder: str | os.PathLike[str]) -
     target = Path(folder)
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    tokenizer.save_pretrained(part)
-    shutil.rmtree(target, ignore_errors=True)
-    part.rename(target)
+    try:
+        tokenizer.save_pretrained(part)
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
+    except Exception as error:  # a full disk, among others, is a bare Exception of the tokenizers library
+        raise DataError(f"the tokenizer cannot be saved in {target}: {error}") from error
 
 
 def load(name: str | os.PathLike[str]) -> "PreTrainedTokenizerFast":
