@@ -2,6 +2,8 @@
 
     kdn info         what is installed, and which backend computes on this machine
     kdn params       how large the models are: parameters, states, arithmetic
+    kdn data         text to token shards, which training reads
+    kdn train        train the model of a recipe, or go on where it was stopped
     kdn generate     go on with a text
     kdn probe        how strongly a memory writes, and what it is unsure of
     kdn bench ops    how fast the operations are here, beside what one would use instead
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 import kdn
-from kdn.cli import bench, generate, info, params, probe
+from kdn.cli import bench, data, generate, info, params, probe, train
 from kdn.cli.arguments import Parser
 
 __all__ = ["main"]
@@ -28,7 +30,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"kdn {kdn.__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for module in (info, params, generate, probe, bench):
+    for module in (info, params, data, train, generate, probe, bench):
         module.add(commands)
     return parser
 

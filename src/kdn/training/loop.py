@@ -1,36 +1,40 @@
 """The loop.
 
-    train(recipe)   trains, checkpoints, resumes, and leaves a model that `from_pretrained` loads
+    train(recipe)                 trains, checkpoints, resumes, and leaves a model that `from_pretrained` loads
+    replay(recipe, checkpoint)    the one step after a checkpoint again, such as one whose loss was not a number
 
 What happens in a step stands in `_step`; all else is set-up. A run is a function of its recipe and data: the same
 steps on the same machine give the same bits, however often it was interrupted.
 """
 
+import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kdn.models.config import KDNConfig
 from kdn.models.modeling import KDNForCausalLM
-from kdn.probe.writes import gains_watched
-from kdn.training.checkpoint import Checkpoints
+from kdn.training import TrainingStopped
+from kdn.training.checkpoint import Checkpoints, opened
+from kdn.training.data import DataError
 from kdn.training.data.batches import Batch, Batches
 from kdn.training.data.shards import TokenShards
-from kdn.training.metrics import Metrics
+from kdn.training.measure import MemoryWatch, flops_per_token, matmul_peak, peak_memory
+from kdn.training.metrics import Metrics, check_writers
 from kdn.training.optimizer import make_optimizer, set_learning_rate
-from kdn.training.parallel import Ranks, set_up, shard
-from kdn.training.recipe import Recipe
+from kdn.training.parallel import Ranks, joined, shard
+from kdn.training.recipe import Recipe, RecipeError, made_of
 
-__all__ = ["Result", "TrainingStopped", "evaluate", "train"]
+__all__ = ["Result", "TrainingStopped", "evaluate", "replay", "train"]
 
-
-class TrainingStopped(RuntimeError):
-    """The loss is no longer a number."""
+ABOUT = "training.json"  # in the exported model's folder
 
 
 class Result(NamedTuple):
@@ -41,76 +45,157 @@ class Result(NamedTuple):
     folder: Path  # the model, as `from_pretrained` loads it
 
 
+class _Run(NamedTuple):
+    """What a run is made of, before its states are those of a checkpoint."""
+
+    recipe: Recipe
+    ranks: Ranks
+    shards: TokenShards
+    made_of: dict[str, Any]  # what may not change between a checkpoint and those who resume it
+    model: KDNForCausalLM
+    optimizer: torch.optim.Optimizer
+    checkpoints: Checkpoints
+
+
 def train(recipe: Recipe, *, stop_after: int | None = None) -> Result:
-    """Run the recipe from its newest checkpoint, or from the start; `stop_after` ends at that step, as if killed."""
-    ranks = set_up(recipe)
-    folder = Path(recipe.checkpoint.folder)
-    model, config = _make_model(recipe, ranks)
-    optimizer = make_optimizer(model, recipe)
-    checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, ranks)
-    restored = checkpoints.restore(model, optimizer) or {"step": 0, "position": 0}
-    step = int(restored["step"])
-    metrics = Metrics(recipe, folder, first=ranks.first, resumed_at=step)
-    for note in checkpoints.notes:
-        metrics.say(note)
-    if step:
-        metrics.say(f"resumed at step {step}")
-    shards = TokenShards(recipe.data.train)
-    batches = _batches(recipe, ranks, shards, int(restored["position"]))
-    if recipe.train.compile:
-        model.compile()
-    flops = 3 * _flops_per_token(model, config)
-    peak = _matmul_peak(recipe, ranks.device) * ranks.world
-    validation, loss, began, first_step = None, math.nan, time.perf_counter(), step
-    last, last_step = began, step
-    end = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
-    while step < end:
-        watch = (step + 1) % recipe.log.every == 0 or step + 1 == recipe.steps
-        position = batches.position
-        micro = [next(batches) for _ in range(recipe.sequences // ranks.readers // recipe.train.micro_batch)]
-        set_learning_rate(optimizer, recipe.learning_rate(step))
-        loss, norm, write = _step(model, optimizer, micro, recipe, ranks, watch=watch)
-        step += 1
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            where = checkpoints.save(step - 1, model, optimizer, {"position": position}, name=f"nan-{step}")
-            checkpoints.finish()
-            raise TrainingStopped(
-                f"loss {loss}, gradient norm {norm} at step {step}, sequences {position} to "
-                f"{position + recipe.sequences} of the data order; the state before that step is in {where}"
+    """Run the recipe from its newest checkpoint, or from the start; `stop_after` ends at that step, as if killed.
+
+    Raises, each with one sentence for the user: RecipeError, DataError, and TrainingStopped for what happens later.
+    """
+    check_writers(recipe)
+    config = recipe.model_config()
+    shards = _shards(recipe, config)
+    same = made_of(recipe, config, shards.checksum)
+    with joined(recipe) as ranks:
+        if (done := _finished(recipe, same)) is not None:
+            if ranks.first:
+                Metrics.announce(f"finished already: {done.steps} steps, the model is in {done.folder}")
+            return done
+        checkpoints = Checkpoints(_checkpoint_folder(recipe), recipe.checkpoint.keep, ranks)
+        found = checkpoints.newest()
+        about: dict[str, Any] = {"step": 0, "position": 0, "loss": None, "validation loss": None}
+        if found is not None:
+            about = found.about
+            _check_same(about["made of"], same, found.folder)
+        model = _make_model(recipe, config, ranks)
+        run = _Run(recipe, ranks, shards, same, model, make_optimizer(model, recipe), checkpoints)
+        if found is not None:
+            checkpoints.load(found, model, run.optimizer)
+        metrics = Metrics(recipe, first=ranks.first, resumed_at=about["step"])
+        for note in checkpoints.notes:
+            metrics.say(note)
+        if found is not None:
+            metrics.say(f"resumed at step {about['step']} of {recipe.steps}")
+        try:
+            return _train(run, metrics, about, stop_after)
+        except KeyboardInterrupt:
+            metrics.say(
+                f"interrupted: the same command goes on from the newest checkpoint in {checkpoints.folder}"
             )
-        if watch:
-            now = time.perf_counter()
-            seconds = (now - last) / (step - last_step)
-            last, last_step = now, step
-            rate = recipe.train.batch_tokens / seconds
-            numbers = {
-                "tokens": step * recipe.train.batch_tokens,
-                "loss": loss,
-                "learning rate": recipe.learning_rate(step - 1),
-                "gradient norm": norm,
-                "tokens/s": rate,
-                "seconds per step": seconds,
-                "MFU": rate * flops / peak,
-                "memory GiB": _memory(ranks.device),
-            }
-            metrics.log(step, numbers | ({} if write is None else {"effective write": write}))
+            raise
+        finally:
+            metrics.close()
+
+
+def _train(run: _Run, metrics: Metrics, about: dict[str, Any], stop_after: int | None) -> Result:
+    recipe, ranks, model, optimizer = run.recipe, run.ranks, run.model, run.optimizer
+    step, loss, validation = int(about["step"]), about["loss"], about["validation loss"]
+    batches = _batches(recipe, ranks, run.shards, int(about["position"]))
+    end = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
+    clock = _Clock(recipe, ranks, flops_per_token(model), step)
+
+    def state(step: int, position: int) -> dict[str, Any]:
+        told = {"step": step, "position": position, "loss": loss, "validation loss": validation}
+        return told | {"made of": run.made_of, "recipe": recipe.as_dict()}
+
+    while step < end:
+        position, before = batches.position, loss
+        micro = _micro_batches(recipe, ranks, batches)
+        rate = recipe.learning_rate(step)
+        set_learning_rate(optimizer, rate)
+        loss, norm = _step(model, optimizer, micro, recipe, ranks)
+        step += 1
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            said, loss = loss, before
+            where = run.checkpoints.save(model, optimizer, state(step - 1, position), name=f"nan-{step:08d}")
+            run.checkpoints.finish()
+            raise TrainingStopped(
+                f"loss {said}, gradient norm {norm} at step {step}, sequences {position} to "
+                f"{position + recipe.sequences - 1} of the data's order; the state before that step is in {where}, "
+                f"and kdn train … --replay {where} computes the step again"
+            )
+        if step % recipe.log.every == 0 or step == recipe.steps:
+            numbers = {"loss": loss, "learning rate": rate, "gradient norm": norm}
+            metrics.log(step, numbers | clock.numbers(step) | _observed(model, micro[0], recipe, ranks))
         every = recipe.train.validate_every
         if recipe.data.validation and (step == recipe.steps or (every and step % every == 0)):
             validation = evaluate(model, recipe, ranks)
             metrics.log(step, {"validation loss": validation})
         every = recipe.checkpoint.every
         if (every and step % every == 0) or step == recipe.steps:
-            checkpoints.save(step, model, optimizer, {"position": batches.position})
-    checkpoints.finish()
-    speed = (step - first_step) * recipe.train.batch_tokens / max(1e-9, time.perf_counter() - began)
-    if step == recipe.steps:
-        _export(model, config, shards, folder / "model", ranks)
-    metrics.close()
-    return Result(step, loss, validation, speed, folder / "model")
+            run.checkpoints.save(model, optimizer, state(step, batches.position))
+    run.checkpoints.finish()
+    folder = _model_folder(recipe)
+    if step >= recipe.steps:
+        _export(run, folder, state(step, batches.position))
+    return Result(step, math.nan if loss is None else loss, validation, clock.tokens_per_second(step), folder)
 
 
-def _make_model(recipe: Recipe, ranks: Ranks) -> tuple[KDNForCausalLM, Any]:
-    config = recipe.model_config()
+# --- before the first step ---
+
+
+def _checkpoint_folder(recipe: Recipe) -> Path:
+    return Path(recipe.checkpoint.folder) / "checkpoints"
+
+
+def _model_folder(recipe: Recipe) -> Path:
+    return Path(recipe.checkpoint.folder) / "model"
+
+
+def _shards(recipe: Recipe, config: KDNConfig) -> TokenShards:
+    """The training data; what is wrong with it, or with the validation data, comes up here."""
+    train = TokenShards(recipe.data.train)
+    checked = [train]
+    if recipe.data.validation is not None:
+        checked.append(TokenShards(recipe.data.validation))
+        Batches.in_order(checked[1], length=recipe.data.length)
+    for shards in checked:
+        if shards.vocab_size > config.vocab_size:
+            raise DataError(
+                f"{shards.folder} has token ids up to {shards.vocab_size - 1}, the model only {config.vocab_size}: "
+                f"set model.vocab_size={shards.vocab_size}, or prepare the data with a smaller tokenizer"
+            )
+    return train
+
+
+def _finished(recipe: Recipe, same: dict[str, Any]) -> Result | None:
+    """What an earlier process came to, if it came to the recipe's end."""
+    folder = _model_folder(recipe)
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if about["step"] < recipe.steps:
+        return None
+    _check_same(about["made of"], same, folder)
+    return Result(about["step"], about["loss"], about["validation loss"], 0.0, folder)
+
+
+def _check_same(theirs: dict[str, Any], ours: dict[str, Any], where: Path) -> None:
+    """RecipeError that names the keys in which a checkpoint is of another run."""
+    changed = [
+        f"{key} is {theirs[key]!r} there and {value!r} here"
+        for key, value in ours.items()
+        if theirs.get(key, value) != value
+    ]
+    if changed:
+        raise RecipeError(
+            f"{where} was made by another recipe: {'; '.join(changed)}. Change it back to resume, or train in another "
+            "checkpoint.folder"
+        )
+
+
+def _make_model(recipe: Recipe, config: KDNConfig, ranks: Ranks) -> KDNForCausalLM:
     torch.manual_seed(recipe.train.seed)
     model = KDNForCausalLM(config).to(ranks.device)
     if recipe.train.checkpoint_activations:
@@ -118,9 +203,16 @@ def _make_model(recipe: Recipe, ranks: Ranks) -> tuple[KDNForCausalLM, Any]:
     if ranks.context is not None:
         from kdn.training.context import context_parallel
 
-        context_parallel(model, ranks.context)
+        try:
+            context_parallel(model, ranks.context)
+        except ValueError as error:
+            raise RecipeError(f"parallel.context: {error}") from None
+    layers: Any = model.model.layers
+    if recipe.train.compile:
+        for layer in layers:  # blocks are alike, so one compilation serves all
+            layer.forward = torch.compile(layer.forward)
     shard(model, ranks, recipe)
-    return model.train(), config
+    return model.train()
 
 
 def _batches(recipe: Recipe, ranks: Ranks, shards: TokenShards, position: int) -> Batches:
@@ -137,131 +229,186 @@ def _batches(recipe: Recipe, ranks: Ranks, shards: TokenShards, position: int) -
     )
 
 
+# --- a step ---
+
+
+def _micro_batches(recipe: Recipe, ranks: Ranks, batches: Batches) -> list[Batch]:
+    """This rank's share of a step."""
+    return [next(batches) for _ in range(recipe.sequences // ranks.readers // recipe.train.micro_batch)]
+
+
 def _step(
     model: KDNForCausalLM,
     optimizer: torch.optim.Optimizer,
     micro: list[Batch],
     recipe: Recipe,
     ranks: Ranks,
-    *,
-    watch: bool,
-) -> tuple[float, float, float | None]:
-    """One optimizer step: mean loss, gradient norm before clipping, and mean effective write if watched.
+) -> tuple[float, float]:
+    """One optimizer step: mean loss, and gradient norm before clipping.
 
-    Nothing is changed if loss or norm is not finite.
+    Nothing is changed if one of them is not finite.
     """
     mine = sum(int((batch.targets != -100).sum()) for batch in micro)
     count = ranks.sum(mine) / ranks.context_size  # targets of the whole batch
-    total, writes = 0.0, []
-    optimizer.zero_grad(set_to_none=True)
+    total = torch.zeros((), device=ranks.device, dtype=torch.float64)
     for i, batch in enumerate(micro):
         if ranks.world > 1:  # gradients travel once per step
-            model.set_requires_gradient_sync(i + 1 == len(micro))  # type: ignore[operator]
-        with ExitStack() as open_:
-            if watch and i == 0:
-                seen = gains_watched(model, lambda _, x: writes.append(float(x.mean())))
-                open_.enter_context(seen)
-            open_.enter_context(_precision(recipe, ranks.device))
-            # FSDP averages gradients over ranks; each rank's share is therefore scaled up by their number.
-            loss = _loss(model, batch, ranks, count / ranks.world)
+            model.set_requires_gradient_sync(i + 1 == len(micro))
+        # FSDP averages gradients over ranks; each rank's share is therefore scaled up by their number.
+        loss = _loss(model, batch, recipe, ranks, count / ranks.world)
         loss.backward()
-        total += float(loss.detach()) / ranks.world
-    total = ranks.sum(total)
-    norm_of = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        total += loss.detach() / ranks.world
+    mean = ranks.sum(float(total))
+    norm_of: Any = nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
     norm = float(norm_of.full_tensor() if hasattr(norm_of, "full_tensor") else norm_of)
-    if math.isfinite(total) and math.isfinite(norm):
+    if math.isfinite(mean) and math.isfinite(norm):
         optimizer.step()
-    return total, norm, sum(writes) / len(writes) if writes else None
+    optimizer.zero_grad(set_to_none=True)
+    return mean, norm
 
 
-def _loss(model: KDNForCausalLM, batch: Batch, ranks: Ranks, count: float) -> Tensor:
+def _loss(model: KDNForCausalLM, batch: Batch, recipe: Recipe, ranks: Ranks, count: float) -> Tensor:
+    """Summed loss of this rank's piece of the sequences, divided by `count`."""
     width = batch.input_ids.shape[1] // ranks.context_size
     piece = slice(ranks.context_rank * width, (ranks.context_rank + 1) * width)
-    cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(ranks.device)
-    found = model(
-        input_ids=batch.input_ids[:, piece].to(ranks.device),
-        targets=batch.targets[:, piece].to(ranks.device),
-        cu_seqlens=cu_seqlens,
-        num_items_in_batch=count,
-        use_cache=False,
-    )
+    low = recipe.train.dtype == "bfloat16"
+    with torch.autocast(ranks.device.type, torch.bfloat16) if low else nullcontext():
+        found = model(
+            input_ids=batch.input_ids[:, piece].to(ranks.device),
+            targets=batch.targets[:, piece].to(ranks.device),
+            cu_seqlens=None if batch.cu_seqlens is None else batch.cu_seqlens.to(ranks.device),
+            num_items_in_batch=count,
+            use_cache=False,
+        )
     loss: Tensor = found.loss
     return loss
 
 
-def _precision(recipe: Recipe, device: torch.device) -> Any:
-    if recipe.train.dtype == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+@torch.no_grad()
+def _observed(model: KDNForCausalLM, batch: Batch, recipe: Recipe, ranks: Ranks) -> dict[str, float]:
+    """How strongly memories write and how large they end, on a rank's first sequence; the mean over ranks."""
+    length, cu_seqlens = recipe.data.length, batch.cu_seqlens
+    if cu_seqlens is not None:
+        cu_seqlens = torch.cat([cu_seqlens[cu_seqlens < length], cu_seqlens.new_tensor([length])])
+    first = Batch(batch.input_ids[:1, :length], batch.targets[:1, :length], cu_seqlens, batch.position)
+    watch = MemoryWatch()
+    with watch.open(model), _not_compiled(model):
+        _loss(model, first, recipe, ranks, 1.0)
+    return {name: ranks.sum(x) / ranks.world for name, x in watch.numbers().items()}
+
+
+@contextmanager
+def _not_compiled(model: KDNForCausalLM) -> Iterator[None]:
+    """What a compiled layer does inside cannot be watched."""
+    layers: Any = model.model.layers
+    compiled = [(layer, vars(layer).pop("forward", None)) for layer in layers]
+    yield
+    for layer, forward in compiled:
+        if forward is not None:
+            layer.forward = forward
+
+
+class _Clock:
+    """Speed, in what users compare: tokens per second, and the share of what matrix products alone would reach."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, flops: float, step: int) -> None:
+        self.batch_tokens, self.device = recipe.train.batch_tokens, ranks.device
+        dtype = torch.bfloat16 if recipe.train.dtype == "bfloat16" else torch.float32
+        # A backward pass is two forward passes of arithmetic.
+        self.tokens_at_peak = matmul_peak(dtype, ranks.device) * ranks.world / (3 * flops)
+        self.began = self.last = time.perf_counter()
+        self.first_step = self.last_step = step
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """Since they were asked for last."""
+        now = time.perf_counter()
+        seconds = (now - self.last) / (step - self.last_step)
+        self.last, self.last_step = now, step
+        rate = self.batch_tokens / seconds
+        return {
+            "tokens": step * self.batch_tokens,
+            "tokens/s": rate,
+            "seconds per step": seconds,
+            "MFU": rate / self.tokens_at_peak,
+            "memory GiB": peak_memory(self.device),
+        }
+
+    def tokens_per_second(self, step: int) -> float:
+        seconds = max(1e-9, time.perf_counter() - self.began)
+        return (step - self.first_step) * self.batch_tokens / seconds
 
 
 @torch.no_grad()
 def evaluate(model: KDNForCausalLM, recipe: Recipe, ranks: Ranks) -> float:
-    """Mean loss on the validation shards, read in order."""
+    """Mean loss on the validation shards, read in order, at most `train.validate_tokens` of them."""
     assert recipe.data.validation is not None
-    rows = max(1, recipe.train.validate_tokens // recipe.data.length)
+    # All ranks get equally many batches, as FSDP's gathers want them in step; what is added has no targets.
+    batches = Batches.in_order(
+        TokenShards(recipe.data.validation),
+        length=recipe.data.length,
+        packing=recipe.data.packing,
+        limit=max(1, recipe.train.validate_tokens // recipe.data.length),
+        micro_batch=recipe.train.micro_batch,
+        rank=ranks.reader,
+        world=ranks.readers,
+    )
     total, count = 0.0, 0
     model.eval()
-    for i, batch in enumerate(_in_order(recipe, rows)):
-        if i % ranks.readers == ranks.reader or ranks.world > 1:  # FSDP's gathers want all ranks in step
-            with _precision(recipe, ranks.device):
-                loss = _loss(model, batch, ranks, 1.0)
-            if i % ranks.readers == ranks.reader:
-                total += float(loss)
-                count += int((batch.targets != -100).sum()) // ranks.context_size
+    for batch in batches:
+        total += float(_loss(model, batch, recipe, ranks, 1.0))
+        count += int((batch.targets != -100).sum())
     model.train()
-    return ranks.sum(total) / max(1.0, ranks.sum(count))
+    return ranks.sum(total) / max(1.0, ranks.sum(count) / ranks.context_size)
 
 
-def _in_order(recipe: Recipe, rows: int) -> Iterator[Batch]:
-    shards = TokenShards(str(recipe.data.validation))
-    return Batches.in_order(shards, length=recipe.data.length, packing=recipe.data.packing, limit=rows)
+def replay(recipe: Recipe, checkpoint: str | Path) -> tuple[float, float]:
+    """Loss and gradient norm of the step after a checkpoint, such as the one that a loss of NaN leaves behind.
+
+    Nothing is written.
+    """
+    found = opened(Path(checkpoint))
+    config = recipe.model_config()
+    shards = _shards(recipe, config)
+    _check_same(found.about["made of"], made_of(recipe, config, shards.checksum), found.folder)
+    with joined(recipe) as ranks:
+        model = _make_model(recipe, config, ranks)
+        optimizer = make_optimizer(model, recipe)
+        Checkpoints(found.folder.parent, recipe.checkpoint.keep, ranks).load(found, model, optimizer)
+        micro = _micro_batches(recipe, ranks, _batches(recipe, ranks, shards, found.about["position"]))
+        return _step(model, optimizer, micro, recipe, ranks)
 
 
-def _flops_per_token(model: nn.Module, config: Any) -> float:
-    """Forward: matrices with their input, mixers by their own count. Sharded or not, shapes are whole."""
-    matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    mixers: list[Any] = [layer.mixer for layer in model.model.layers]
-    return 2.0 * (matrices + config.vocab_size * config.hidden_size) + sum(
-        m.flops_per_token() for m in mixers
-    )
+# --- after the last step ---
 
 
-def _matmul_peak(recipe: Recipe, device: torch.device) -> float:
-    """Flop/s of a large matrix product here, in the recipe's precision: what MFU is a share of."""
-    n = 1024 if device.type == "cpu" else 8192
-    dtype = torch.bfloat16 if recipe.train.dtype == "bfloat16" else torch.float32
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    seconds = math.inf
-    for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()
-        seconds = min(seconds, time.perf_counter() - start)
-    return 2 * n**3 / seconds
-
-
-def _memory(device: torch.device) -> float:
-    """The process's peak, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def _export(model: nn.Module, config: Any, shards: TokenShards, folder: Path, ranks: Ranks) -> None:
-    """The trained model and its tokenizer, as Hugging Face folders hold them."""
+def _export(run: _Run, folder: Path, about: dict[str, Any]) -> None:
+    """The trained model and its tokenizer, as Hugging Face folders hold them. The folder appears whole."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from transformers.utils import logging
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options) if ranks.world > 1 else model.state_dict()
-    if not ranks.first:
+    weights = get_model_state_dict(run.model, options=options)
+    if not run.ranks.first:
         return
     with torch.device("meta"):
-        whole = KDNForCausalLM(config)
-    whole.save_pretrained(folder, state_dict=weights)
-    shards.copy_tokenizer(folder)
+        whole = KDNForCausalLM(run.model.config)
+    part = folder.with_name(f".{folder.name}.writing")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        whole.save_pretrained(part, state_dict=weights)
+        run.shards.copy_tokenizer(part)
+        (part / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    except DataError:
+        raise
+    except Exception as error:  # a full disk is an error of safetensors' own
+        raise TrainingStopped(
+            f"the model cannot be written to {folder}: {error}; the last checkpoint is whole, "
+            "the same command tries again"
+        ) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()

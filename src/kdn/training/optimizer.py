@@ -9,13 +9,17 @@ __all__ = ["make_optimizer", "set_learning_rate"]
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay for parameters with two or more axes that are not convolutions."""
+    """Fused AdamW; weight decay for matrices, that is projections, embedding and head.
+
+    Norms, biases, convolutions, and per-head numbers such as rates of decay and priors have a scale of their own, which
+    decay would pull to 0.
+    """
     o = recipe.optimizer
-    matrices, others = [], []
-    for name, parameter in model.named_parameters():
-        decayed = parameter.ndim == 2 or (parameter.ndim > 2 and "conv" not in name)
-        (matrices if decayed else others).append(parameter)
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim == 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in parameters if p.ndim != 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=o.peak, betas=(o.beta1, o.beta2), eps=1e-8, fused=True)
 
 

@@ -1,19 +1,27 @@
 """Ranks: torchrun's environment, who reads which data, and FSDP2.
 
-The model stays plain single-device code; what is shared among ranks is said here.
+The model stays plain single-device code; what is shared among ranks is said here. A run is `joined` to its process
+group from beginning to end:
+
+    with joined(recipe) as ranks:
+        shard(model, ranks, recipe)
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from kdn.training.recipe import Recipe, RecipeError
 
-__all__ = ["Ranks", "set_up", "shard"]
+if TYPE_CHECKING:
+    from kdn.models.modeling import KDNForCausalLM
+
+__all__ = ["Ranks", "joined", "shard"]
 
 
 class Ranks(NamedTuple):
@@ -48,8 +56,20 @@ class Ranks(NamedTuple):
         return float(total)
 
 
-def set_up(recipe: Recipe) -> Ranks:
-    """Join the process group that torchrun's environment names, if there is one."""
+@contextmanager
+def joined(recipe: Recipe) -> Iterator[Ranks]:
+    """Take part in the process group that torchrun's environment names, if there is one.
+
+    After an error nobody waits for the others: they may be in the midst of a collective, and the end of this process
+    is what makes torchrun end them.
+    """
+    already = dist.is_initialized()
+    yield _set_up(recipe)
+    if dist.is_initialized() and not already:
+        dist.destroy_process_group()
+
+
+def _set_up(recipe: Recipe) -> Ranks:
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -78,21 +98,24 @@ def set_up(recipe: Recipe) -> Ranks:
     return Ranks(rank, world, device, group, rank % size, size)
 
 
-def shard(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
-    """FSDP2 over all ranks: parameters, gradients and optimizer states are split among them, block by block."""
+def shard(model: "KDNForCausalLM", ranks: Ranks, recipe: Recipe) -> None:
+    """FSDP2 over all ranks: parameters, gradients and optimizer states are split among them, block by block.
+
+    In bfloat16, autocast makes every matrix product read rounded weights. The feed-forward parts, which are most of a
+    model and nothing but products, can as well travel rounded. Mixers and norms travel in float32: rates of decay,
+    noises and priors are computed with as they are, so that one rank and many compute the same.
+    """
     if ranks.world == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    low = torch.bfloat16 if recipe.train.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def shut_down() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    layers: Any = model.model.layers
+    for layer in layers:
+        if recipe.train.dtype == "bfloat16":
+            fully_shard(layer.mlp, mesh=mesh, mp_policy=low)
+        fully_shard(layer, mesh=mesh, mp_policy=whole)
+    fully_shard(model, mesh=mesh, mp_policy=whole)

@@ -9,20 +9,24 @@
     [parallel]    ranks that share one sequence
 
 Keys and types are checked: a wrong one is an error that names the nearest right one. The command line may change any
-of them: `kdn train recipe.toml train.tokens=1e6 optimizer.peak=1e-3`.
+of them: `kdn train recipe.toml train.tokens=1e6 optimizer.peak=1e-3`. docs/train.md lists all keys and defaults.
 """
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["Recipe", "RecipeError", "load"]
+if TYPE_CHECKING:
+    from kdn.models.config import KDNConfig
+
+__all__ = ["Recipe", "RecipeError", "build", "load", "made_of"]
 
 
 class RecipeError(ValueError):
@@ -34,7 +38,7 @@ class Data:
     train: str = "data/train"  # folders of shards
     validation: str | None = None
     length: int = 4096  # tokens of a sequence
-    packing: str = "concatenate"  # or "documents": none sees another
+    packing: Literal["concatenate", "documents"] = "concatenate"  # "documents": none sees another
     seed: int = 0
 
 
@@ -44,7 +48,9 @@ class Train:
     batch_tokens: int = 524_288  # of one optimizer step, over all ranks
     micro_batch: int = 1  # sequences in one pass of one rank
     seed: int = 0  # of the weights
-    dtype: str = "bfloat16"  # of activations and matrix products; weights and optimizer are float32
+    dtype: Literal["bfloat16", "float32"] = (
+        "bfloat16"  # of matrix products; weights and optimizer are float32
+    )
     compile: bool = False
     checkpoint_activations: bool = False
     validate_every: int = 0  # steps; 0: only at the end
@@ -97,9 +103,6 @@ class Recipe:
                 raise RecipeError(text)
 
         d, t, o = self.data, self.train, self.optimizer
-        packings, dtypes = ("concatenate", "documents"), ("bfloat16", "float32")
-        must(d.packing in packings, f"data.packing must be one of {', '.join(packings)}, got {d.packing!r}")
-        must(t.dtype in dtypes, f"train.dtype must be one of {', '.join(dtypes)}, got {t.dtype!r}")
         for name, value in {
             "data.length": d.length,
             "train.micro_batch": t.micro_batch,
@@ -109,6 +112,15 @@ class Recipe:
             "parallel.context": self.parallel.context,
         }.items():
             must(value >= 1, f"{name} must be ≥ 1, got {value}")
+        for name, least in {
+            "train.validate_every": t.validate_every,
+            "checkpoint.every": self.checkpoint.every,
+            "optimizer.weight_decay": o.weight_decay,
+        }.items():
+            must(least >= 0, f"{name} must be ≥ 0, got {least}")
+        for name, beta in {"optimizer.beta1": o.beta1, "optimizer.beta2": o.beta2}.items():
+            must(0 <= beta < 1, f"{name} must be in [0, 1), got {beta}")
+        must(o.clip > 0, f"optimizer.clip must be > 0, got {o.clip}")
         must(
             t.batch_tokens % d.length == 0,
             f"train.batch_tokens must be a multiple of data.length {d.length}, got {t.batch_tokens}",
@@ -127,6 +139,10 @@ class Recipe:
             self.parallel.context == 1 or d.packing == "concatenate",
             "parallel.context needs data.packing = 'concatenate'",
         )
+        must(
+            self.parallel.context == 1 or not t.compile,
+            "parallel.context > 1 and train.compile do not go together yet: set one of them only",
+        )
 
     @property
     def steps(self) -> int:
@@ -143,28 +159,60 @@ class Recipe:
 
     def learning_rate(self, step: int) -> float:
         """Of step 0, 1, …: linear to the peak, then half a cosine to the final one."""
-        import math
-
         o, warmup = self.optimizer, self.warmup_steps
         if step < warmup:
             return o.peak * (step + 1) / warmup
         done = (step - warmup) / max(1, self.steps - warmup)
         return o.final + (o.peak - o.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    def model_config(self) -> Any:
-        """The `KDNConfig` of [model]."""
+    def model_config(self) -> "KDNConfig":
+        """The configuration that [model] names."""
+        import torch
+
         from kdn.models.config import KDNConfig
         from kdn.models.presets import preset
 
         fields = dict(self.model)
         name = fields.pop("preset", None)
+        if not isinstance(name, str | None):
+            raise RecipeError(f"model.preset must be a text, got {name!r}")
         try:
-            return KDNConfig(**fields) if name is None else preset(name, **fields)
+            named = KDNConfig() if name is None else preset(name)
+            kinds = _model_kinds(fields.get("layers") or [fields.get("mixer", named.mixer), *named.mixers])
+            for key, value in fields.items():
+                if key not in kinds:
+                    raise RecipeError(f"[model] has no key {key!r}{_near(key, ['preset', *kinds])}")
+                fields[key] = _typed(f"model.{key}", kinds[key], value)
+            config = KDNConfig(**fields) if name is None else preset(name, **fields)
+            with torch.device("meta"):  # mixers check their own options
+                for index in {mixer: i for i, mixer in enumerate(config.mixers)}.values():
+                    config.make_mixer(index)
+            return config
+        except RecipeError:
+            raise
         except (TypeError, ValueError) as error:
             raise RecipeError(f"[model]: {error}") from None
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def made_of(recipe: Recipe, config: "KDNConfig", shards: str) -> dict[str, Any]:
+    """What a checkpoint may not be resumed without: model, data and batch, by their keys in a recipe.
+
+    shards: the checksum of the training data's index. Its folder may move, what it holds may not change.
+    """
+    kinds = _model_kinds(config.mixers)
+    found = {f"model.{name}": getattr(config, name) for name in kinds if hasattr(config, name)}
+    d, t = recipe.data, recipe.train
+    return found | {
+        "data.train": f"shards {shards[:12]}",
+        "data.length": d.length,
+        "data.packing": d.packing,
+        "data.seed": d.seed,
+        "train.batch_tokens": t.batch_tokens,
+        "train.seed": t.seed,
+    }
 
 
 def load(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -175,7 +223,9 @@ def load(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             read = tomllib.load(opened)
     except FileNotFoundError:
         raise RecipeError(f"no recipe {path}") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -211,18 +261,37 @@ def _section(name: str, cls: Any, content: dict[str, Any]) -> Any:
     return cls(**values)
 
 
+def _model_kinds(mixers: Any) -> dict[str, Any]:
+    """The keys of [model] with their types: fields of the configuration, and options of these mixers."""
+    from kdn.mixers import mixer_class
+    from kdn.models.config import KDNConfig
+
+    kinds = typing.get_type_hints(KDNConfig.__init__)
+    for mixer in mixers if isinstance(mixers, list) else []:
+        for cls in mixer_class(mixer).__mro__:
+            kinds |= typing.get_type_hints(vars(cls).get("__init__", object))
+    # What a layer is given by the model, and what only signatures have.
+    theirs = {"args", "kwargs", "layer", "layer_index", "options", "rank", "return", "use_cache"}
+    return {name: kind for name, kind in kinds.items() if name not in theirs}
+
+
 def _typed(name: str, kind: Any, value: Any) -> Any:
+    if typing.get_origin(kind) is Literal:
+        if value in typing.get_args(kind):
+            return value
+        words = ", ".join(map(repr, typing.get_args(kind)))
+        raise RecipeError(
+            f"{name} must be one of {words}, got {value!r}{_nearest(value, typing.get_args(kind))}"
+        )
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if isinstance(value, bool) and bool not in allowed:
-        pass
-    elif type(value) in allowed or (value is None and types.NoneType in allowed):
+    listed = list[str] in allowed and isinstance(value, list) and all(isinstance(x, str) for x in value)
+    if listed or type(value) in allowed or (value is None and types.NoneType in allowed):
         return value
-    elif isinstance(value, int) and float in allowed:
+    if isinstance(value, int) and not isinstance(value, bool) and float in allowed:
         return float(value)
-    elif isinstance(value, float) and int in allowed and value.is_integer():
+    if isinstance(value, float) and int in allowed and value.is_integer():
         return int(value)  # 1e9 is how people write a billion
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    wanted = " or ".join(words[a] for a in allowed if a in words)
+    wanted = " or ".join(_WORDS[a] for a in allowed if a in _WORDS)
     raise RecipeError(f"{name} must be {wanted}, got {value!r}")
 
 
@@ -237,5 +306,19 @@ def _value(text: str) -> Any:
 
 
 def _near(name: str, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f", did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
+    return _nearest(name, known) or f"; it has {', '.join(known)}"
+
+
+def _nearest(name: Any, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), 1, 0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    list[str]: "a list of texts",
+    types.NoneType: "none",
+}

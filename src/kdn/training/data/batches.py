@@ -84,13 +84,23 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _rows(shards: TokenShards, rows: Sequence[int], length: int, packing: Packing, position: int) -> Batch:
-    """The batch of these sequences. What lies beyond the stream's end is eos without targets."""
+def _rows(
+    shards: TokenShards,
+    rows: Sequence[int],
+    length: int,
+    packing: Packing,
+    position: int,
+    count: int | None = None,
+) -> Batch:
+    """The batch of these sequences. What lies beyond the stream's end, or is sequence `count` or a later one, is eos
+    without targets."""
     inputs = np.full((len(rows), length), shards.eos_token_id, np.int64)
     targets = np.full((len(rows), length), NO_TARGET, np.int64)
     bounds: list[Sequence[int] | np.ndarray] = []
     for row, sequence in enumerate(rows):
         bounds.append([row * length])
+        if count is not None and sequence >= count:
+            continue
         start = sequence * length
         stop = min(start + length + 1, shards.tokens)
         tokens = shards.read(start, stop)
@@ -192,18 +202,32 @@ class Batches:
 
     @staticmethod
     def in_order(
-        shards: TokenShards, *, length: int, packing: Packing = "concatenate", limit: int | None = None
+        shards: TokenShards,
+        *,
+        length: int,
+        packing: Packing = "concatenate",
+        limit: int | None = None,
+        micro_batch: int = 1,
+        rank: int = 0,
+        world: int = 1,
     ) -> Iterator[Batch]:
-        """Sequence after sequence, once, one in a batch; the first `limit` of them. For validation.
+        """Sequence after sequence, once; the first `limit` of them. For validation.
 
-        Every token but the first is a target once: the last sequence goes on past the end without targets.
+        Every token but the first is a target once: the last sequence goes on past the end without targets. All ranks
+        get equally many batches, all of one size; what is left over is filled up with sequences without targets.
         """
         _check_packing(packing)
         count = -(-(shards.tokens - 1) // length)
         if count < 1:
             raise DataError(f"{shards.folder} holds {shards.tokens} token, which leaves nothing to predict")
-        for i in range(count if limit is None else min(count, limit)):
-            yield _rows(shards, [i], length, packing, i + 1)
+        count = count if limit is None else min(count, limit)
+        starts = range(
+            rank * micro_batch, -(-count // (world * micro_batch)) * world * micro_batch, world * micro_batch
+        )
+        return (
+            _rows(shards, range(start, start + micro_batch), length, packing, start + micro_batch, count)
+            for start in starts
+        )
 
 
 def _check_packing(packing: str) -> None:

@@ -293,6 +293,7 @@ class TokenShards:
             )
         index = _read_index(self.folder / INDEX)
         _check_sizes(self.folder, index)
+        self.checksum = _digest(index)  # of the index, which has those of the shards
         self.vocab_size: int = index["vocab_size"]
         self.eos_token_id: int = index["eos_token_id"]
         self.tokenizer: dict[str, Any] = index["tokenizer"]
