@@ -2,7 +2,7 @@
 # A torch that is already in .venv is left alone; make PYTHON=python3.12 test picks the interpreter.
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint types sanitize clean
+.PHONY: help quickstart test lint types sanitize clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -18,11 +18,15 @@ CPU_TORCH := torch==2.13.0
 NATIVE := $(wildcard src/kdn/ops/native/*.cpp src/kdn/ops/native/*.h src/kdn/ops/native/CMakeLists.txt)
 
 help:
+	@echo "make quickstart  set up .venv if needed, train two small models, leave a page about them"
 	@echo "make test    set up .venv if needed, then lint, types and every test"
 	@echo "make sanitize  the CPU kernels under sanitizers, on random shapes and strides"
 	@echo "make lint    ruff: rules and format"
 	@echo "make types   mypy on src/kdn"
 	@echo "make clean   remove .venv, caches and build output"
+
+quickstart: $(STAMP)
+	@$(BIN)/python -m kdn quickstart
 
 test: lint types sanitize
 	@echo "==> tests: pytest, two workers with one thread each"

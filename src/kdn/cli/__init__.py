@@ -1,5 +1,6 @@
 """The `kdn` command.
 
+    kdn quickstart   train two small models in minutes, and see them side by side
     kdn info         what is installed, and which backend computes on this machine
     kdn params       how large the models are: parameters, states, arithmetic
     kdn data         text to token shards, which training reads
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 import kdn
-from kdn.cli import bench, data, generate, info, params, probe, train
+from kdn.cli import bench, data, generate, info, params, probe, quickstart, train
 from kdn.cli.arguments import Parser
 
 __all__ = ["main"]
@@ -30,7 +31,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"kdn {kdn.__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for module in (info, params, data, train, generate, probe, bench):
+    for module in (quickstart, info, params, data, train, generate, probe, bench):
         module.add(commands)
     return parser
 
