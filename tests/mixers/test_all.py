@@ -421,7 +421,7 @@ def test_make_mixer_refuses_what_it_cannot_make() -> None:
         ("kda", {"decay": "linear"}, "decay must be 'softplus' or 'sigmoid', got 'linear'"),
         ("kdn-diagonal", {"info_scale": 0}, "info_scale must be > 0, got 0"),
         ("kdn-diagonal", {"r_min": -1.0}, "r_min must be > 0"),
-        ("kdn-exact", {"obs_noise": math.nan}, "obs_noise must be > 0, got nan"),
+        ("kdn-exact", {"obs_noise": math.nan}, "obs_noise must be a finite number or None, got nan"),
         ("kdn-isotropic", {"process_noise": -0.1}, "process_noise must be ≥ 0, got -0.1"),
         ("attention", {"window": 0}, "window must be ≥ 1"),
         ("mamba3-mimo", {"mimo_rank": 1}, "mimo_rank must be ≥ 2"),

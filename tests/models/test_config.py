@@ -75,8 +75,21 @@ def test_a_configuration_survives_a_file(tmp_path: Path) -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number ≥ 1, got True"),
         ({"intermediate_size": 0}, "intermediate_size must be a whole number ≥ 1, got 0"),
         ({"window": 0}, "window must be a whole number ≥ 1 or None, got 0"),
+        ({"window": True}, "window must be a whole number ≥ 1 or None, got True"),
+        ({"norm_eps": -1.0}, r"norm_eps must be a number between 0 and 1, got -1\.0"),
+        ({"norm_eps": "small"}, "norm_eps must be a number between 0 and 1, got 'small'"),
+        ({"info_scale": "K"}, "info_scale must be a finite number or None, got 'K'"),
+        ({"info_scale": float("inf")}, "info_scale must be a finite number or None, got inf"),
+        ({"learn_info_scale": "yes"}, "learn_info_scale must be True or False, got 'yes'"),
+        ({"conv_size": 1.5}, r"conv_size must be a whole number, got 1\.5"),
+        ({"mixer": "mamba3-siso", "state_dim": "8"}, "state_dim must be a whole number or None, got '8'"),
     ],
 )
 def test_a_wrong_field_is_one_clear_error(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         KDNConfig(**fields)
+
+
+def test_trainer_can_add_to_what_it_ignores() -> None:
+    # transformers' Trainer.evaluate adds a list to it.
+    assert isinstance(KDNConfig().keys_to_ignore_at_inference, list)

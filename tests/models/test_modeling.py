@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from kdn.mixers import MIXERS
 from kdn.models import KDNCache, KDNConfig, KDNForCausalLM, KDNModel
@@ -159,6 +160,29 @@ def test_inputs_that_contradict_each_other_are_refused() -> None:
         model(ids, attention_mask=torch.ones_like(ids), cu_seqlens=offsets)
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (1, 4), (2, 1, 4, 4), (4,)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...], padded: bool) -> None:
+    mask = torch.ones(shape, dtype=torch.int64)
+    mask.view(-1)[0] = 0 if padded else 1
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B, ≥ T\] = \[2, ≥ 4\], .* got \["):
+        model_of("kdn-diagonal")(tokens(2, 4), attention_mask=mask)
+
+
+def test_inputs_that_are_no_tokens_are_refused() -> None:
+    model = model_of("kdn-diagonal")
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, T\] with at least one token, got \[1, 0\]"):
+        model.generate(tokens(1, 0), max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, T\] .* got \[4\]"):
+        model(tokens(1, 4)[0])
+    with pytest.raises(TypeError, match=r"whole numbers \(int64 or int32\), got torch.float32"):
+        model(tokens(1, 4).float())
+    with pytest.raises(TypeError, match=r"input_ids must be a tensor \[B, T\], got list"):
+        model([[1, 2]])
+    with pytest.raises(TypeError, match=r"KDNCache, got DynamicCache"):
+        model(tokens(1, 4), past_key_values=DynamicCache())
+
+
 # --- what comes out ---
 
 
@@ -187,6 +211,13 @@ def test_inputs_may_be_embeddings_and_outputs_a_tuple() -> None:
     given = model(inputs_embeds=model.model.embeddings(ids), logits_to_keep=2)
     torch.testing.assert_close(given.logits, expected.logits)
     torch.testing.assert_close(model(ids, logits_to_keep=2, return_dict=False)[0], expected.logits)
+
+
+def test_logits_of_chosen_positions() -> None:
+    model, ids = model_of("kdn-diagonal"), tokens(2, 7)
+    every = model(ids).logits
+    assert torch.equal(model(ids, logits_to_keep=2).logits, every[:, -2:])
+    assert torch.equal(model(ids, logits_to_keep=torch.tensor([1, 4])).logits, every[:, [1, 4]])
 
 
 def test_training_keeps_no_cache_unless_asked() -> None:

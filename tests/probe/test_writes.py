@@ -1,6 +1,7 @@
 """What the probes say of a model, against the same walked by hand from its weights."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -76,9 +77,10 @@ def by_hand(model: nn.Module, kind: str, tokens: Tensor) -> tuple[list[Any], lis
             )
             write[:, t] = (k[:, t] * gain[:, 0]).sum(-1)
             q_t = q[:, t]
-            after = {"diagonal": lambda: cov * q_t, "isotropic": lambda: cov[..., None] * q_t}.get(
-                kind, lambda: (cov @ q_t[..., None])[..., 0]
-            )()
+            if kind == "exact":
+                after = (cov @ q_t[..., None])[..., 0]
+            else:
+                after = (cov if kind == "diagonal" else cov[..., None]) * q_t
             variance[:, t] = (q_t * after).sum(-1) / q.shape[-1]
         writes.append(write)
         variances.append(variance)
@@ -201,7 +203,7 @@ def test_writes_weaken_as_the_information_scale_grows(kind: str) -> None:
         torch.cat(list(effective_writes(model, tokens, info_scale=mu).values())).mean()
         for mu in (0.5, 1.0, math.sqrt(32), 32.0, 128.0)
     ]
-    assert all(a > b for a, b in zip(means, means[1:], strict=False)), means
+    assert all(a > b for a, b in pairwise(means)), means
     own = torch.cat(list(effective_writes(model, tokens).values())).mean()
     assert own == means[3]  # K = 32
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
@@ -283,7 +285,7 @@ def test_double_precision_layers_can_be_probed() -> None:
     x = torch.randn(1, 5, 64, dtype=torch.float64)
     write, _, norm = of_layer(mixer, x)
     with torch.no_grad():
-        q, k, v, _ = mixer.queries_keys_values(x)
+        _, k, v, _ = mixer.queries_keys_values(x)
         w = mixer.write(x, k, v)
         gain, _ = diagonal_gain(
             k, w.log_decay, w.process_noise, w.obs_noise, info_scale=32.0, initial_cov=mixer.first_cov(1)

@@ -14,7 +14,10 @@ several sequences lie one after another in x, B is 1, and states have one row pe
 
 import difflib
 import inspect
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any, get_args
 
 from torch import nn
 
@@ -76,16 +79,44 @@ def mixer_class(name: str) -> type[nn.Module]:
     raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {name!r}{hint}")
 
 
-def mixer_options(name: str) -> dict[str, Any]:
-    """The options of a mixer beside its sizes, with their defaults."""
-    found: dict[str, Any] = {}
+def _option_parameters(name: str) -> Iterator[inspect.Parameter]:
+    """The keyword arguments of a mixer's class and of those it derives from, its own last."""
     for cls in reversed(mixer_class(name).__mro__):
         if cls in (object, nn.Module) or "__init__" not in vars(cls):
             continue
         for parameter in inspect.signature(vars(cls)["__init__"]).parameters.values():
             if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "layer_index":
-                found[parameter.name] = parameter.default
-    return found
+                yield parameter
+
+
+def mixer_options(name: str) -> dict[str, Any]:
+    """The options of a mixer beside its sizes, with their defaults."""
+    return {parameter.name: parameter.default for parameter in _option_parameters(name)}
+
+
+_KINDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    NoneType: "None",
+}
+
+
+def _is_kind(value: object, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def check_option_types(name: str, options: Mapping[str, Any]) -> None:
+    """ValueError for the first option that is not of the kind its mixer declares, as a config file may have it."""
+    for parameter in _option_parameters(name):
+        kinds = get_args(parameter.annotation) or (parameter.annotation,)
+        value = options.get(parameter.name, parameter.default)
+        if not any(_is_kind(value, kind) for kind in kinds):
+            wanted = " or ".join(_KINDS[kind] for kind in kinds)
+            raise ValueError(f"{parameter.name} must be {wanted}, got {value!r}")
 
 
 def make_mixer(
@@ -99,4 +130,5 @@ def make_mixer(
     for size, value in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{size} must be a whole number ≥ 1, got {value!r}")
+    check_option_types(name, options)
     return cls(hidden_size, num_heads, head_dim, layer_index=layer_index, **options)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kdn.mixers.parts import Linear
 from kdn.ops.checks import sequence_offsets
 
 __all__ = ["Attention", "AttentionState"]
@@ -77,10 +78,10 @@ class Attention(nn.Module):
         self.window = window
         self.rope_theta = rope_theta
         inner = num_heads * head_dim
-        self.q_proj = nn.Linear(hidden_size, inner, bias=False)
-        self.k_proj = nn.Linear(hidden_size, inner, bias=False)
-        self.v_proj = nn.Linear(hidden_size, inner, bias=False)
-        self.o_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.q_proj = Linear(hidden_size, inner, bias=False)
+        self.k_proj = Linear(hidden_size, inner, bias=False)
+        self.v_proj = Linear(hidden_size, inner, bias=False)
+        self.o_proj = Linear(inner, hidden_size, bias=False)
         # Integers, so that casting the module to bfloat16 leaves the positions alone.
         self.register_buffer("frequency", torch.empty(head_dim // 2, dtype=torch.int64), persistent=False)
         self.reset_parameters()

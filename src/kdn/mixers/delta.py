@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdn.mixers.parts import ShortConvolution, decay_parameters, low_rank, softplus_inverse, unit
+from kdn.mixers.parts import Linear, ShortConvolution, decay_parameters, low_rank, softplus_inverse, unit
 from kdn.ops import checks, decode, delta_memory, diagonal_gain, exact_gain, isotropic_gain
 from kdn.ops.precision import state_dtype
 
@@ -98,15 +98,15 @@ class DeltaMixer(nn.Module):
             raise ValueError(f"conv_size must be ≥ 1, or 0 for no convolution, got {conv_size}")
         self.layer_index, self.conv_size, self.norm_eps = layer_index, conv_size, norm_eps
         keys, values = num_heads * head_dim, num_heads * self.value_dim
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(hidden_size, values, bias=False)
+        self.q_proj = Linear(hidden_size, keys, bias=False)
+        self.k_proj = Linear(hidden_size, keys, bias=False)
+        self.v_proj = Linear(hidden_size, values, bias=False)
         if conv_size:
             self.q_conv1d = ShortConvolution(keys, conv_size)
             self.k_conv1d = ShortConvolution(keys, conv_size)
             self.v_conv1d = ShortConvolution(values, conv_size)
         self.o_norm = nn.RMSNorm(self.value_dim, eps=norm_eps)
-        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self.o_proj = Linear(values, hidden_size, bias=False)
 
     # --- what a system defines ---
 
@@ -221,9 +221,9 @@ class DeltaNet(DeltaMixer):
     ) -> None:
         super().__init__(hidden_size, num_heads, head_dim, **layer)
         self.allow_neg_eigval = allow_neg_eigval
-        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.b_proj = Linear(hidden_size, num_heads, bias=False)
         if output_gate:
-            self.g_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
+            self.g_proj = Linear(hidden_size, num_heads * self.value_dim, bias=False)
 
     def strength(self, x: Tensor) -> Tensor:
         """β, [B, T, H, 1]."""
@@ -254,7 +254,7 @@ class GatedDeltaNet(DeltaNet):
     ) -> None:
         options = {"allow_neg_eigval": allow_neg_eigval, "output_gate": output_gate}
         super().__init__(hidden_size, num_heads, head_dim, **options, **layer)
-        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.a_proj = Linear(hidden_size, num_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
@@ -333,7 +333,7 @@ class KDA(ChannelDecayMixer):
     ) -> None:
         super().__init__(hidden_size, num_heads, head_dim, **layer)
         self.allow_neg_eigval = allow_neg_eigval
-        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.b_proj = Linear(hidden_size, num_heads, bias=False)
         self.reset_parameters()
 
     def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
@@ -356,8 +356,8 @@ class GDN2(ChannelDecayMixer):
     ) -> None:
         super().__init__(hidden_size, num_heads, head_dim, **layer)
         self.allow_neg_eigval = allow_neg_eigval
-        self.b_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.w_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
+        self.b_proj = Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.w_proj = Linear(hidden_size, num_heads * self.value_dim, bias=False)
         self.reset_parameters()
 
     def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
@@ -409,7 +409,7 @@ class KalmanMixer(ChannelDecayMixer):
         if process_noise is None:
             self.make_process_noise()
         if obs_noise is None:
-            self.r_proj = nn.Linear(hidden_size, num_heads)
+            self.r_proj = Linear(hidden_size, num_heads)
         self.reset_parameters()
 
     def make_process_noise(self) -> None:
@@ -550,7 +550,7 @@ class IsotropicKDN(KalmanMixer):
     kalman = "isotropic"
 
     def make_process_noise(self) -> None:
-        self.w_proj = nn.Linear(self.hidden_size, self.num_heads)
+        self.w_proj = Linear(self.hidden_size, self.num_heads)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

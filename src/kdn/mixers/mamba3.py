@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdn.mixers.parts import continued, last_inputs, softplus_inverse
+from kdn.mixers.parts import Linear, continued, last_inputs, softplus_inverse
 from kdn.ops import checks, delta_memory
 from kdn.ops.precision import state_dtype
 
@@ -111,7 +111,7 @@ class Mamba3(nn.Module):
         self.pairs = state_dim // 4  # that rotate
         keys = mimo_rank * state_dim
         self.widths = [inner, inner, keys, keys, self.heads, self.heads, self.heads, self.pairs]
-        self.in_proj = nn.Linear(hidden_size, sum(self.widths), bias=False)  # z, x, B, C, dt, A, trap, angles
+        self.in_proj = Linear(hidden_size, sum(self.widths), bias=False)  # z, x, B, C, dt, A, trap, angles
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.B_norm = nn.RMSNorm(state_dim, eps=1e-5)
         self.C_norm = nn.RMSNorm(state_dim, eps=1e-5)
@@ -122,7 +122,7 @@ class Mamba3(nn.Module):
             self.mimo_x = nn.Parameter(torch.empty(self.heads, mimo_rank, value_head_dim))
             self.mimo_z = nn.Parameter(torch.empty(self.heads, mimo_rank, value_head_dim))
             self.mimo_o = nn.Parameter(torch.empty(self.heads, mimo_rank, value_head_dim))
-        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.out_proj = Linear(inner, hidden_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from kdn.mixers import make_mixer, mixer_class, mixer_options
+from kdn.mixers import check_option_types, make_mixer, mixer_class, mixer_options
 
 __all__ = ["KDNConfig"]
 
@@ -44,7 +44,8 @@ class KDNConfig(PreTrainedConfig):
     """
 
     model_type = "kdn"
-    keys_to_ignore_at_inference = ("past_key_values", "uncertainty")
+    # A list, since transformers' Trainer adds another to it.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "uncertainty"]
     for_hub: ClassVar[bool] = False  # set by register_for_auto_class, of this class or a model's
 
     def __init__(
@@ -142,8 +143,12 @@ class KDNConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
-        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
-            raise ValueError(f"window must be a whole number ≥ 1 or None, got {self.window!r}")
+        window = self.window
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise ValueError(f"window must be a whole number ≥ 1 or None, got {window!r}")
+        eps = self.norm_eps
+        if not isinstance(eps, (int, float)) or not 0 < eps < 1:
+            raise ValueError(f"norm_eps must be a number between 0 and 1, got {eps!r}")
 
     def _take_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The mixers' options out of kwargs; what then remains must be transformers' own."""
@@ -156,4 +161,6 @@ class KDNConfig(PreTrainedConfig):
                 hint = f", did you mean {near[0]!r}?" if near else ""
                 used = ", ".join(dict.fromkeys(self.mixers))
                 raise ValueError(f"KDNConfig has no field {name!r} (mixers: {used}){hint}")
+        for mixer in dict.fromkeys(self.mixers):
+            check_option_types(mixer, options)
         return options

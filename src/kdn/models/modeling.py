@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from kdn.mixers.parts import ShortConvolution
+from kdn.mixers.parts import Linear, ShortConvolution
 from kdn.models.cache import KDNCache
 from kdn.models.checkpoint import checked_loading
 from kdn.models.config import KDNConfig
@@ -44,8 +44,8 @@ class KDNCausalLMOutput(CausalLMOutputWithPast):
     uncertainty: Uncertainty | None = None
 
 
-class ResidualLinear(nn.Linear):
-    """nn.Linear without bias, starting √(2·layers) smaller: as many additions as that go into the residual.
+class ResidualLinear(Linear):
+    """A linear layer without bias, starting √(2·layers) smaller: as many additions as that go into the residual.
 
     A layer of its own, since transformers initialises only modules that have parameters themselves.
     """
@@ -65,8 +65,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, layers: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = ResidualLinear(intermediate_size, hidden_size, layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,8 +155,7 @@ class KDNModel(KDNPreTrainedModel):
 
         `output_uncertainty` adds an `Uncertainty`; it computes a layer a second time, token by token.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+        _check_inputs(input_ids, inputs_embeds, attention_mask, past_key_values)
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         cache = KDNCache() if past_key_values is None and use_cache else past_key_values
@@ -205,6 +204,32 @@ class KDNModel(KDNPreTrainedModel):
         return output if return_dict or return_dict is None else output.to_tuple()
 
 
+def _check_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None, cache: Any
+) -> None:
+    """Raise on what would otherwise fail deep inside, or pass for something that it is not."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give either input_ids or inputs_embeds")
+    given, rank = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
+    name, layout = ("input_ids", "[B, T]") if rank == 2 else ("inputs_embeds", "[B, T, hidden_size]")
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a tensor {layout}, got {type(given).__name__}")
+    if given.ndim != rank or 0 in given.shape:
+        raise ValueError(f"{name} must be {layout} with at least one token, got {list(given.shape)}")
+    if rank == 2 and given.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"input_ids must be whole numbers (int64 or int32), got {given.dtype}")
+    rows, length = given.shape[:2]
+    if attention_mask is not None and (
+        attention_mask.ndim != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < length
+    ):
+        raise ValueError(
+            f"attention_mask must be [B, ≥ T] = [{rows}, ≥ {length}], 0 for padding, "
+            f"got {list(attention_mask.shape)}"
+        )
+    if cache is not None and not isinstance(cache, KDNCache):
+        raise TypeError(f"past_key_values must be a kdn.models.KDNCache, got {type(cache).__name__}")
+
+
 class _Padding(NamedTuple):
     """Where the real tokens of padded rows are."""
 
@@ -237,7 +262,7 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
     def __init__(self, config: KDNConfig) -> None:
         super().__init__(config)
         self.model = KDNModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Linear = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -262,7 +287,7 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
         targets: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_uncertainty: bool = False,
         num_items_in_batch: Tensor | int | None = None,
@@ -271,7 +296,7 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
     ) -> KDNCausalLMOutput | tuple[Any, ...]:
         """labels: [B, T], usually input_ids; shifted inside, −100 is left out. targets: labels that are
         shifted already, position t holding the token after input t. logits_to_keep: how many of the last
-        positions get logits, 0: all (none with labels)."""
+        positions get logits, 0: all (none with labels); a tensor lists the positions."""
         found = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -297,7 +322,8 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
         elif targets is not None:
             loss = token_loss(hidden, self.lm_head.weight, targets, count=num_items_in_batch)
         else:
-            logits = self.lm_head(hidden[:, -logits_to_keep:])
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep])
         output = KDNCausalLMOutput(
             loss=loss,
             logits=logits,
