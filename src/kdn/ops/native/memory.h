@@ -6,7 +6,8 @@
 //     T_cd = k_c · g_d decayed from d to c,   A_cd = τ q_c · g_d likewise               (16 numbers)
 //     R = (I + T)⁻¹ (V − K̄ S)       O = Q̄ S + A R       S ← γ S + Ḡᵀ R
 //
-// so the state is read twice and written once for four tokens, and its arithmetic is small matrix products.
+// so the arithmetic is small matrix products, and the state is loaded and stored once for four tokens: the pass that
+// writes one mini-chunk also reads for the next.
 // Running products of decays ≤ 1 divide by nothing and cannot overflow. The columns of S are independent:
 // a block of them, K × 4 vectors, stays in the first-level cache through a tile of mini-chunks, whose
 // factors are computed once for all blocks.
@@ -30,6 +31,7 @@ constexpr int MINI = 4;
 constexpr int64_t CHUNK = KDN_CHUNK;
 constexpr int TILE = CHUNK / MINI;       // mini-chunks whose factors are kept together
 constexpr int WIDE = 4;                  // vectors in a full block of columns
+constexpr int PANEL = L == 16 ? 2 * L : L;  // channels that the backward pass takes at a time
 constexpr int PAIRS = 16;                // numbers of A (10) and T (6)
 
 // Where A_cd and T_cd (d < c) are among the 16.
@@ -39,7 +41,7 @@ KDN_INLINE constexpr int t_at(int c, int d) { return 10 + c * (c - 1) / 2 + d; }
 // The factors of one mini-chunk, in a row of floats.
 struct Factors {
   float* base;
-  int64_t width;  // K rounded up to vectors
+  int64_t width;  // K rounded up to panels
   static int64_t size(int64_t width) { return 13 * width + PAIRS; }
   float* keys(int c = 0) const { return base + c * width; }
   float* queries(int c = 0) const { return base + (4 + c) * width; }
@@ -52,11 +54,11 @@ struct Factors {
 struct Where {
   const KdnMemory& m;
   int64_t batch, begin, end, head, sequence;
-  int64_t width;    // K rounded up to vectors
+  int64_t width;    // K rounded up to panels
   int64_t columns;  // V rounded up to vectors
 
   Where(const KdnMemory& m, int64_t task)
-      : m(m), head(task % m.heads), sequence(task / m.heads), width(round_up(m.key, L)),
+      : m(m), head(task % m.heads), sequence(task / m.heads), width(round_up(m.key, PANEL)),
         columns(round_up(m.value, L)) {
     const KdnSequences& s = m.sequences;
     batch = s.offsets ? 0 : sequence;
@@ -178,88 +180,50 @@ KDN_INLINE void make_factors(Factors f, const Tokens& x, float scale) {
   for (int p = 0; p < PAIRS; p += L) store(f.pairs() + p, sums(pair + p));
 }
 
-// --- one mini-chunk on one block of N vectors of columns; S is [width, N·L] ---
+// --- mini-chunks on some columns ---
 
-// acc[c] = Σ_i rows_c[i] S[i], for C rows, M vectors at a time as registers allow.
-template <int C, int N>
-KDN_INLINE void read(Vec (*acc)[N], const float* rows, int64_t width, int64_t key, const float* s) {
-  constexpr int M = (C * N <= 16) ? N : (L == 16 && N % 2 == 0 && C <= 8 ? 2 : 1);
-  constexpr int stride = N * L;
-  KDN_UNROLL
-  for (int n = 0; n < N; n += M) {
-    Vec sum[C][M] = {};
-    for (int64_t i = 0; i < key; ++i) {
-      Vec row[M];
+// One pass over M vectors of a state's columns, `stride` floats a row: write a mini-chunk, γ_i S[i] + Σ_c g_c[i] r_c,
+// and read the next one, seen_c = Σ_i rows_c[i] S[i], for C rows. Once loaded, a row of S serves both.
+template <int C, int M, bool Write, bool Read>
+KDN_INLINE void sweep(float* s, int64_t stride, int64_t key, Factors f, const Vec (*r)[M], const float* rows,
+                      Vec (*seen)[M]) {
+  Vec add[4][M], sum[C][M] = {};
+  if constexpr (Write)
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c)
       KDN_UNROLL
-      for (int j = 0; j < M; ++j) row[j] = load(s + i * stride + (n + j) * L);
+      for (int j = 0; j < M; ++j) add[c][j] = r[c][j];
+  const float *decay = f.decay(), *gains = f.gains();
+  for (int64_t i = 0; i < key; ++i) {
+    Vec row[M];
+    KDN_UNROLL
+    for (int j = 0; j < M; ++j) row[j] = load(s + i * stride + j * L);
+    if constexpr (Write) {
+      const Vec gamma = splat(decay[i]);
+      KDN_UNROLL
+      for (int j = 0; j < M; ++j) row[j] *= gamma;
+      KDN_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const Vec g = splat(gains[c * f.width + i]);
+        KDN_UNROLL
+        for (int j = 0; j < M; ++j) row[j] += g * add[c][j];
+      }
+      KDN_UNROLL
+      for (int j = 0; j < M; ++j) store(s + i * stride + j * L, row[j]);
+    }
+    if constexpr (Read)
       KDN_UNROLL
       for (int c = 0; c < C; ++c) {
-        const Vec x = splat(rows[c * width + i]);
+        const Vec x = splat(rows[c * f.width + i]);
         KDN_UNROLL
         for (int j = 0; j < M; ++j) sum[c][j] += x * row[j];
       }
-    }
+  }
+  if constexpr (Read)
     KDN_UNROLL
     for (int c = 0; c < C; ++c)
       KDN_UNROLL
-      for (int j = 0; j < M; ++j) acc[c][n + j] = sum[c][j];
-  }
-}
-
-// to[i] = γ_i from[i] + Σ_c rows_c[i] r[c], for C rows.
-template <int C, int N>
-KDN_INLINE void write(float* to, const float* from, const float* decay, const float* rows,
-                      int64_t width, int64_t key, const Vec (*r)[N]) {
-  constexpr int M = L == 16 ? N : (N % 2 == 0 ? 2 : 1);
-  constexpr int stride = N * L;
-  KDN_UNROLL
-  for (int n = 0; n < N; n += M) {
-    Vec add[C][M];
-    KDN_UNROLL
-    for (int c = 0; c < C; ++c)
-      KDN_UNROLL
-      for (int j = 0; j < M; ++j) add[c][j] = r[c][n + j];
-    for (int64_t i = 0; i < key; ++i) {
-      const Vec gamma = splat(decay[i]);
-      Vec x[C];
-      KDN_UNROLL
-      for (int c = 0; c < C; ++c) x[c] = splat(rows[c * width + i]);
-      KDN_UNROLL
-      for (int j = 0; j < M; ++j) {
-        Vec s = gamma * load(from + i * stride + (n + j) * L);
-        KDN_UNROLL
-        for (int c = 0; c < C; ++c) s += x[c] * add[c][j];
-        store(to + i * stride + (n + j) * L, s);
-      }
-    }
-  }
-}
-
-// s[i] += Σ_c rows_c[i] r[c], for C rows.
-template <int C, int N>
-KDN_INLINE void add(float* s, const float* rows, int64_t width, int64_t key, const Vec (*r)[N]) {
-  constexpr int M = L == 16 ? N : (N % 2 == 0 ? 2 : 1);
-  constexpr int stride = N * L;
-  KDN_UNROLL
-  for (int n = 0; n < N; n += M) {
-    Vec more[C][M];
-    KDN_UNROLL
-    for (int c = 0; c < C; ++c)
-      KDN_UNROLL
-      for (int j = 0; j < M; ++j) more[c][j] = r[c][n + j];
-    for (int64_t i = 0; i < key; ++i) {
-      Vec x[C];
-      KDN_UNROLL
-      for (int c = 0; c < C; ++c) x[c] = splat(rows[c * width + i]);
-      KDN_UNROLL
-      for (int j = 0; j < M; ++j) {
-        Vec sum = load(s + i * stride + (n + j) * L);
-        KDN_UNROLL
-        for (int c = 0; c < C; ++c) sum += x[c] * more[c][j];
-        store(s + i * stride + (n + j) * L, sum);
-      }
-    }
-  }
+      for (int j = 0; j < M; ++j) seen[c][j] = sum[c][j];
 }
 
 // Residuals R from V − K̄S, in place.
@@ -275,40 +239,51 @@ KDN_INLINE void substitute(Vec (*r)[N], const float* pairs) {
     }
 }
 
-template <int N, bool Keys>
-KDN_INLINE void step(float* s, Factors f, int64_t key, const float* v, float* o, int64_t columns) {
-  Vec r[4][N], out[4][N];
+// What a mini-chunk writes and answers, from what its keys and queries read: R and O.
+template <int M, bool Keys>
+KDN_INLINE void answer(Vec (*r)[M], const Vec (*seen)[M], Factors f, const float* v, float* o, int64_t columns) {
   const float* pairs = f.pairs();
-  if constexpr (Keys) {
-    Vec both[8][N];
-    read<8, N>(both, f.keys(), f.width, key, s);
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c)
     KDN_UNROLL
-    for (int c = 0; c < 4; ++c)
-      KDN_UNROLL
-      for (int n = 0; n < N; ++n) {
-        r[c][n] = load(v + c * columns + n * L) - both[c][n];
-        out[c][n] = both[4 + c][n];
-      }
-    substitute<N>(r, pairs);
-  } else {
-    read<4, N>(out, f.queries(), f.width, key, s);
-    KDN_UNROLL
-    for (int c = 0; c < 4; ++c)
-      KDN_UNROLL
-      for (int n = 0; n < N; ++n) r[c][n] = load(v + c * columns + n * L);
-  }
+    for (int j = 0; j < M; ++j) {
+      r[c][j] = load(v + c * columns + j * L);
+      if constexpr (Keys) r[c][j] -= seen[c][j];
+    }
+  if constexpr (Keys) substitute<M>(r, pairs);
   KDN_UNROLL
   for (int c = 0; c < 4; ++c) {
+    Vec out[M];
+    KDN_UNROLL
+    for (int j = 0; j < M; ++j) out[j] = seen[(Keys ? 4 : 0) + c][j];
     KDN_UNROLL
     for (int d = 0; d <= c; ++d) {
       const Vec a = splat(pairs[a_at(c, d)]);
       KDN_UNROLL
-      for (int n = 0; n < N; ++n) out[c][n] += a * r[d][n];
+      for (int j = 0; j < M; ++j) out[j] += a * r[d][j];
     }
     KDN_UNROLL
-    for (int n = 0; n < N; ++n) store(o + c * columns + n * L, out[c][n]);
+    for (int j = 0; j < M; ++j) store(o + c * columns + j * L, out[j]);
   }
-  write<4, N>(s, s, f.decay(), f.gains(), f.width, key, r);
+}
+
+// All mini-chunks of a tile on M vectors of columns. `before(i)` is called before each.
+template <int M, bool Keys, typename Before>
+KDN_INLINE void through_tile(float* s, int64_t stride, int64_t key, const float* factors, int64_t width,
+                             int64_t minis, const float* v, float* o, int64_t columns, Before&& before) {
+  constexpr int C = Keys ? 8 : 4;
+  auto at = [&](int64_t i) { return Factors{const_cast<float*>(factors) + i * Factors::size(width), width}; };
+  auto rows = [&](int64_t i) { return Keys ? at(i).keys() : at(i).queries(); };  // queries follow the keys
+  Vec r[4][M], seen[C][M];
+  sweep<C, M, false, true>(s, stride, key, at(0), r, rows(0), seen);
+  for (int64_t i = 0; i < minis; ++i) {
+    before(i);
+    answer<M, Keys>(r, seen, at(i), v + i * MINI * columns, o + i * MINI * columns, columns);
+    if (i + 1 < minis)
+      sweep<C, M, true, true>(s, stride, key, at(i), r, rows(i + 1), seen);
+    else
+      sweep<C, M, true, false>(s, stride, key, at(i), r, nullptr, seen);
+  }
 }
 
 // --- blocks of columns ---
@@ -371,15 +346,17 @@ KDN_INLINE void forward_tile(const Where& w, int64_t tile, int64_t first, int64_
   }
   blocks(first, last, [&](auto n, int64_t at) {
     float* s = state + (at - first) * w.width;
-    for (int64_t i = 0; i < minis; ++i) {
-      const Factors f{factors + i * Factors::size(w.width), w.width};
-      const float* v = values + i * MINI * w.columns + at;
-      float* o = outputs + i * MINI * w.columns + at;
-      if (at == first) fetch(next, next.begin + next_tile * CHUNK + i * MINI, m.out);
+    constexpr int N = decltype(n)::value, M = L == 16 && N > 1 ? 2 : 1;  // as registers allow
+    for (int j = 0; j < N; j += M) {
+      auto before = [&](int64_t i) {
+        if (at == first && j == 0) fetch(next, next.begin + next_tile * CHUNK + i * MINI, m.out);
+      };
+      const float* v = values + at + j * L;
+      float* o = outputs + at + j * L;
       if (m.k.data)
-        step<n, true>(s, f, m.key, v, o, w.columns);
+        through_tile<M, true>(s + j * L, N * L, m.key, factors, w.width, minis, v, o, w.columns, before);
       else
-        step<n, false>(s, f, m.key, v, o, w.columns);
+        through_tile<M, false>(s + j * L, N * L, m.key, factors, w.width, minis, v, o, w.columns, before);
     }
   });
   KdnRows part = m.out;  // this task's columns

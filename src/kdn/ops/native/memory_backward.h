@@ -6,84 +6,170 @@
 
 namespace KDN_NAMESPACE {
 
-// Gradients of one mini-chunk's factors. Rows come out of the kernels four state rows at a time, as
-// [K/4][kind: keys, queries, gains][token][4]; the decay's as K numbers; A's and T's as 16.
+// The states here are transposed: channels side by side, a panel of them at a time, [K/PANEL][columns][PANEL]. So
+// five of the seven products with a state need no sums across lanes: three sum over columns (∂Q̄, ∂K̄, ∂Ḡ), and
+// what is written has channels beside one another anyway.
+
+// Gradients of one mini-chunk's factors, in rows of K numbers: keys, queries and gains of four tokens, the decay;
+// then A's and T's, 16 numbers.
 struct FactorGradients {
   float* base;
   int64_t width;
   static int64_t size(int64_t width) { return 13 * width + PAIRS; }
-  float* rows(int kind, int64_t i) const { return base + i * 12 + kind * 16; }  // i a multiple of 4
+  float* row(int kind, int c) const { return base + (kind * 4 + c) * width; }
   float* decay() const { return base + 12 * width; }
   float* pairs() const { return base + 13 * width; }
-  // One token's row in its natural order.
-  KDN_INLINE void copy_row(float* to, int kind, int c) const {
-    for (int64_t i = 0; i < width; i += 4) std::memcpy(to + i, rows(kind, i) + 4 * c, 16);
-  }
 };
+
+// Four tokens' rows times a state: to[c][column] = Σ_i rows_c[i] S[i, column].
+template <int N>
+KDN_INLINE void read_back(float* to, const float* rows, int64_t width, const float* s) {
+  constexpr int columns = N * L, G = L / 4;  // columns at once, so that there are as many sums as lanes
+  for (int64_t at = 0; at < columns; at += G) {
+    Vec product[L] = {};
+    for (int64_t i = 0; i < width; i += PANEL) {
+      const float* panel = s + i * columns + at * PANEL;
+      KDN_UNROLL
+      for (int j = 0; j < PANEL; j += L) {
+        Vec column[G];
+        KDN_UNROLL
+        for (int x = 0; x < G; ++x) column[x] = load(panel + x * PANEL + j);
+        KDN_UNROLL
+        for (int c = 0; c < 4; ++c) {
+          const Vec row = load(rows + c * width + i + j);
+          KDN_UNROLL
+          for (int x = 0; x < G; ++x) product[c * G + x] += row * column[x];
+        }
+      }
+    }
+    float out[L];
+    store(out, sums(product));
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) std::memcpy(to + c * columns + at, out + c * G, G * 4);
+  }
+}
+
+// to = γ from + Σ_c ±rows_c x_c over one panel; x: [4][columns]. One term, or two with `more`.
+template <int N, bool More>
+KDN_INLINE void write_back(float* to, const float* from, const float* decay, const float* rows, const float* x,
+                           const float* more, const float* y, int64_t width) {
+  constexpr int columns = N * L, M = PANEL / L;
+  Vec gamma[M], row[4][M], other[4][M];
+  KDN_UNROLL
+  for (int j = 0; j < M; ++j) {
+    gamma[j] = load(decay + j * L);
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      row[c][j] = load(rows + c * width + j * L);
+      if constexpr (More) other[c][j] = load(more + c * width + j * L);
+    }
+  }
+  for (int64_t at = 0; at < columns; ++at) {
+    Vec s[M];
+    KDN_UNROLL
+    for (int j = 0; j < M; ++j) s[j] = gamma[j] * load(from + at * PANEL + j * L);
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      const Vec a = splat(x[c * columns + at]);
+      KDN_UNROLL
+      for (int j = 0; j < M; ++j) s[j] += row[c][j] * a;
+      if constexpr (More) {
+        const Vec b = splat(y[c * columns + at]);
+        KDN_UNROLL
+        for (int j = 0; j < M; ++j) s[j] -= other[c][j] * b;
+      }
+    }
+    KDN_UNROLL
+    for (int j = 0; j < M; ++j) store(to + at * PANEL + j * L, s[j]);
+  }
+}
 
 // R of one mini-chunk again, and the state after it.
 template <int N, bool Keys>
-KDN_INLINE void replay(float* to, const float* s, Factors f, int64_t key, const float* v,
-                       int64_t columns, float* residual) {
+KDN_INLINE void replay(float* to, const float* s, Factors f, const float* v, int64_t columns, float* residual) {
+  constexpr int span = N * L;
   Vec r[4][N];
-  if constexpr (Keys) {
-    Vec seen[4][N];
-    read<4, N>(seen, f.keys(), f.width, key, s);
-    KDN_UNROLL
-    for (int c = 0; c < 4; ++c)
-      KDN_UNROLL
-      for (int n = 0; n < N; ++n) r[c][n] = load(v + c * columns + n * L) - seen[c][n];
-    substitute<N>(r, f.pairs());
-  } else {
-    KDN_UNROLL
-    for (int c = 0; c < 4; ++c)
-      KDN_UNROLL
-      for (int n = 0; n < N; ++n) r[c][n] = load(v + c * columns + n * L);
-  }
+  if constexpr (Keys) read_back<N>(residual, f.keys(), f.width, s);
   KDN_UNROLL
   for (int c = 0; c < 4; ++c)
     KDN_UNROLL
-    for (int n = 0; n < N; ++n) store(residual + (c * N + n) * L, r[c][n]);
-  if (to != nullptr) write<4, N>(to, s, f.decay(), f.gains(), f.width, key, r);
+    for (int n = 0; n < N; ++n) {
+      r[c][n] = load(v + c * columns + n * L);
+      if constexpr (Keys) r[c][n] -= load(residual + c * span + n * L);
+    }
+  if constexpr (Keys) substitute<N>(r, f.pairs());
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c)
+    KDN_UNROLL
+    for (int n = 0; n < N; ++n) store(residual + c * span + n * L, r[c][n]);
+  if (to == nullptr) return;
+  for (int64_t i = 0; i < f.width; i += PANEL)
+    write_back<N, false>(to + i * span, s + i * span, f.decay() + i, f.gains() + i, residual, nullptr, nullptr,
+                         f.width);
 }
 
-// 16 products of four state rows with four tokens' columns, summed over the block, added to `to`.
-template <int N>
-KDN_INLINE void dots(float* to, const float* rows, const float* tokens) {
-  constexpr int stride = N * L;
-  Vec sum[16] = {};
-  KDN_UNROLL
-  for (int n = 0; n < N; ++n) {
-    Vec row[4];
+// Adds to `g` what one panel of the state and of ∂S give to the factors' gradients; −∂K̄ in place of ∂K̄.
+template <int N, bool Keys>
+KDN_INLINE void gather(FactorGradients g, int64_t i, const float* s, const float* ds, const float* o,
+                       const float* r, const float* y) {
+  constexpr int columns = N * L, M = PANEL / L;
+  Vec k[4][M] = {}, q[4][M] = {}, w[4][M] = {}, gamma[M] = {};
+  for (int64_t at = 0; at < columns; ++at) {
+    Vec a[M], b[M];
     KDN_UNROLL
-    for (int i = 0; i < 4; ++i) row[i] = load(rows + i * stride + n * L);
+    for (int j = 0; j < M; ++j) {
+      a[j] = load(s + at * PANEL + j * L);
+      b[j] = load(ds + at * PANEL + j * L);
+      gamma[j] += a[j] * b[j];
+    }
     KDN_UNROLL
     for (int c = 0; c < 4; ++c) {
-      const Vec x = load(tokens + (c * N + n) * L);
+      const Vec x = splat(o[c * columns + at]), z = splat(r[c * columns + at]);
       KDN_UNROLL
-      for (int i = 0; i < 4; ++i) sum[4 * c + i] += x * row[i];
+      for (int j = 0; j < M; ++j) {
+        q[c][j] += x * a[j];
+        w[c][j] += z * b[j];
+      }
+      if constexpr (Keys) {
+        const Vec e = splat(y[c * columns + at]);
+        KDN_UNROLL
+        for (int j = 0; j < M; ++j) k[c][j] += e * a[j];
+      }
     }
   }
+  auto add = [&](float* to, Vec x) { store(to, load(to) + x); };
   KDN_UNROLL
-  for (int p = 0; p < 16; p += L) store(to + p, load(to + p) + sums(sum + p));
+  for (int j = 0; j < M; ++j) {
+    KDN_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (Keys) add(g.row(0, c) + i + j * L, k[c][j]);
+      add(g.row(1, c) + i + j * L, q[c][j]);
+      add(g.row(2, c) + i + j * L, w[c][j]);
+    }
+    add(g.decay() + i + j * L, gamma[j]);
+  }
 }
 
 // One mini-chunk: ∂S after it to ∂S before it, in place; the factors' gradients added to `g`.
-// o, v, r: ∂O, and room for ∂Y and R, as [4][N·L]; v leaves as ∂V.
+// o, r: ∂O and R, and room for ∂Y = ∂V in y, as [4][N·L].
 template <int N, bool Keys>
-KDN_INLINE void step_back(float* ds, const float* s, Factors f, FactorGradients g, int64_t key,
-                          const float* o, const float* r, float* v) {
-  constexpr int stride = N * L;
+KDN_INLINE void step_back(float* ds, const float* s, Factors f, FactorGradients g, const float* o, const float* r,
+                          float* y) {
+  constexpr int span = N * L;
   const float* pairs = f.pairs();
+  read_back<N>(y, f.gains(), f.width, ds);
   Vec dr[4][N];
-  read<4, N>(dr, f.gains(), f.width, key, ds);
+  KDN_UNROLL
+  for (int c = 0; c < 4; ++c)
+    KDN_UNROLL
+    for (int n = 0; n < N; ++n) dr[c][n] = load(y + c * span + n * L);
   KDN_UNROLL
   for (int c = 0; c < 4; ++c)
     KDN_UNROLL
     for (int d = 0; d <= c; ++d) {
       const Vec a = splat(pairs[a_at(c, d)]);
       KDN_UNROLL
-      for (int n = 0; n < N; ++n) dr[d][n] += a * load(o + (c * N + n) * L);
+      for (int n = 0; n < N; ++n) dr[d][n] += a * load(o + c * span + n * L);
     }
   if constexpr (Keys) {
     KDN_UNROLL
@@ -98,7 +184,7 @@ KDN_INLINE void step_back(float* ds, const float* s, Factors f, FactorGradients 
   KDN_UNROLL
   for (int c = 0; c < 4; ++c)
     KDN_UNROLL
-    for (int n = 0; n < N; ++n) store(v + (c * N + n) * L, dr[c][n]);
+    for (int n = 0; n < N; ++n) store(y + c * span + n * L, dr[c][n]);
 
   Vec pair[PAIRS] = {};
   KDN_UNROLL
@@ -107,57 +193,62 @@ KDN_INLINE void step_back(float* ds, const float* s, Factors f, FactorGradients 
     for (int c = 0; c < 4; ++c)
       KDN_UNROLL
       for (int d = 0; d <= c; ++d) {
-        const Vec x = load(r + (d * N + n) * L);
-        pair[a_at(c, d)] += load(o + (c * N + n) * L) * x;
-        if (Keys && d < c) pair[t_at(c, d)] -= load(v + (c * N + n) * L) * x;
+        const Vec x = load(r + d * span + n * L);
+        pair[a_at(c, d)] += load(o + c * span + n * L) * x;
+        if (Keys && d < c) pair[t_at(c, d)] -= load(y + c * span + n * L) * x;
       }
   KDN_UNROLL
   for (int p = 0; p < PAIRS; p += L) store(g.pairs() + p, load(g.pairs() + p) + sums(pair + p));
 
-  for (int64_t i = 0; i < key; i += L) {  // ∂γ, as many rows at once as there are lanes
-    Vec sum[L] = {};
-    KDN_UNROLL
-    for (int j = 0; j < L; ++j)
-      KDN_UNROLL
-      for (int n = 0; n < N; ++n)
-        sum[j] += load(s + (i + j) * stride + n * L) * load(ds + (i + j) * stride + n * L);
-    store(g.decay() + i, load(g.decay() + i) + sums(sum));
-  }
-  for (int64_t i = 0; i < key; i += 4) {
-    if constexpr (Keys) dots<N>(g.rows(0, i), s + i * stride, v);  // −∂K̄
-    dots<N>(g.rows(1, i), s + i * stride, o);
-    dots<N>(g.rows(2, i), ds + i * stride, r);
-  }
-  // ∂S ← γ ∂S + Q̄ᵀ ∂O − K̄ᵀ ∂Y
-  Vec out[4][N];
-  KDN_UNROLL
-  for (int c = 0; c < 4; ++c)
-    KDN_UNROLL
-    for (int n = 0; n < N; ++n) out[c][n] = load(o + (c * N + n) * L);
-  write<4, N>(ds, ds, f.decay(), f.queries(), f.width, key, out);
-  if constexpr (Keys) {
-    KDN_UNROLL
-    for (int c = 0; c < 4; ++c)
-      KDN_UNROLL
-      for (int n = 0; n < N; ++n) out[c][n] = -load(v + (c * N + n) * L);
-    add<4, N>(ds, f.keys(), f.width, key, out);
+  for (int64_t i = 0; i < f.width; i += PANEL) {
+    float* panel = ds + i * span;
+    gather<N, Keys>(g, i, s + i * span, panel, o, r, y);
+    // ∂S ← γ ∂S + Q̄ᵀ ∂O − K̄ᵀ ∂Y
+    write_back<N, Keys>(panel, panel, f.decay() + i, f.queries() + i, o, f.keys() + i, y, f.width);
   }
 }
 
-// From the gradients of four tokens' factors to those of log α, q, k and gain, four rows each, in `to`. Nothing is subtracted in ∂ log α but true signs, so that it
-// keeps its digits at any decay.
-KDN_INLINE void finish(float* to, const Tokens& x, Factors f, FactorGradients g, float scale,
-                       float* room, bool keys) {
-  const int64_t n = f.width;
-  const float* da = g.pairs();
-  float* dk = room;
-  float* dq = dk + 4 * n;
-  float* dg = dq + 4 * n;
-  for (int c = 0; c < 4; ++c) {
-    if (keys) g.copy_row(dk + c * n, 0, c);
-    g.copy_row(dq + c * n, 1, c);
-    g.copy_row(dg + c * n, 2, c);
+// A block's columns of a [K, V] matrix to and from panels; padding is 0. Four by four numbers at a time.
+typedef float Four __attribute__((vector_size(16)));
+KDN_INLINE void turn(float* to, int64_t to_row, const float* from, int64_t from_row) {
+  Four x[4], y[4];
+  for (int i = 0; i < 4; ++i) std::memcpy(&x[i], from + i * from_row, 16);
+  for (int i = 0; i < 2; ++i) {
+    y[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 4, 1, 5);
+    y[2 + i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 2, 6, 3, 7);
   }
+  for (int i = 0; i < 2; ++i) {
+    const Four low = __builtin_shufflevector(y[2 * i], y[2 * i + 1], 0, 1, 4, 5);
+    const Four high = __builtin_shufflevector(y[2 * i], y[2 * i + 1], 2, 3, 6, 7);
+    std::memcpy(to + 2 * i * to_row, &low, 16);
+    std::memcpy(to + (2 * i + 1) * to_row, &high, 16);
+  }
+}
+KDN_INLINE void load_panels(float* to, const float* from, const Where& w, int64_t at, int n) {
+  const int64_t size = n * L, used = at + size <= w.m.value ? size : w.m.value - at;
+  const int64_t keys = from == nullptr ? 0 : w.m.key, whole = keys / 4 * 4, tiles = used / 4 * 4;
+  if (keys < w.width || used < size) std::memset(to, 0, w.width * size * 4);
+  auto place = [&](int64_t i, int64_t j) { return to + (i / PANEL * size + j) * PANEL + i % PANEL; };
+  for (int64_t i = 0; i < keys; i += i < whole ? 4 : 1) {
+    const float* row = from + i * w.m.value + at;
+    if (i < whole)
+      for (int64_t j = 0; j < tiles; j += 4) turn(place(i, j), PANEL, row + j, w.m.value);
+    for (int64_t x = i; x < (i < whole ? i + 4 : i + 1); ++x)
+      for (int64_t j = i < whole ? tiles : 0; j < used; ++j) *place(x, j) = from[x * w.m.value + at + j];
+  }
+}
+KDN_INLINE void store_panels(float* to, const float* from, const Where& w, int64_t at, int n) {
+  const int64_t size = n * L, used = at + size <= w.m.value ? size : w.m.value - at;
+  for (int64_t i = 0; i < w.m.key; ++i)
+    for (int64_t j = 0; j < used; ++j)
+      to[i * w.m.value + at + j] = from[(i / PANEL * size + j) * PANEL + i % PANEL];
+}
+
+// From the gradients of four tokens' factors to those of log α, q, k and gain, four rows each, in `to`. Nothing is
+// subtracted in ∂ log α but true signs, so that it keeps its digits at any decay.
+KDN_INLINE void finish(float* to, const Tokens& x, FactorGradients g, float scale, bool keys) {
+  const int64_t n = g.width;
+  const float *da = g.pairs(), *dk = g.row(0, 0), *dq = g.row(1, 0), *dg = g.row(2, 0);
   const Vec tau = splat(scale);
   for (int64_t i = 0; i < n; i += L) {
     Vec a[4], q[4], k[4], w[4];
@@ -228,11 +319,11 @@ KDN_INLINE void store_if(const KdnRows& x, const Where& w, int64_t t, const floa
 
 // Room for one task's work on a chunk.
 struct BackwardRoom {
-  float *states, *factors, *tokens, *results, *rows, *values, *d_out, *d_v, *r, *o, *y;
+  float *states, *factors, *tokens, *results, *values, *d_out, *d_v, *r, *o, *y;
 
   static constexpr int64_t block = WIDE * L;
   static int64_t size(int64_t n, int64_t columns) {
-    return TILE * n * block + TILE * Factors::size(n) + 2 * Tokens::size(n) + 12 * n +
+    return TILE * n * block + TILE * Factors::size(n) + 2 * Tokens::size(n) +
            3 * CHUNK * columns + 3 * CHUNK * block;
   }
   BackwardRoom(float* at, int64_t n, int64_t columns) {
@@ -245,7 +336,6 @@ struct BackwardRoom {
     factors = take(TILE * Factors::size(n));
     tokens = take(Tokens::size(n));
     results = take(Tokens::size(n));
-    rows = take(12 * n);
     values = take(CHUNK * columns);
     d_out = take(CHUNK * columns);
     d_v = take(CHUNK * columns);
@@ -288,15 +378,15 @@ void back_columns(const Where& w, int64_t chunk, int64_t first, int64_t last, fl
     constexpr int N = decltype(width)::value;
     constexpr int64_t span = N * L;
     const int64_t size = n * span;
-    load_block(room.states, m.checkpoints + w.checkpoint(chunk), w, at, N);
+    load_panels(room.states, m.checkpoints + w.checkpoint(chunk), w, at, N);
     for (int64_t i = 0; i < minis; ++i) {
       const Factors f{room.factors + i * Factors::size(n), n};
       float* next = i + 1 < minis ? room.states + (i + 1) * size : nullptr;
       const float *s = room.states + i * size, *v = room.values + i * MINI * columns + at;
       if (m.k.data)
-        replay<N, true>(next, s, f, n, v, columns, room.r + i * MINI * span);
+        replay<N, true>(next, s, f, v, columns, room.r + i * MINI * span);
       else
-        replay<N, false>(next, s, f, n, v, columns, room.r + i * MINI * span);
+        replay<N, false>(next, s, f, v, columns, room.r + i * MINI * span);
       for (int c = 0; c < MINI; ++c)
         std::memcpy(room.o + (i * MINI + c) * span, room.d_out + (i * MINI + c) * columns + at,
                     span * 4);
@@ -310,9 +400,9 @@ void back_columns(const Where& w, int64_t chunk, int64_t first, int64_t last, fl
       const float* r = room.r + i * MINI * span;
       float* y = room.y + i * MINI * span;
       if (m.k.data)
-        step_back<N, true>(d, s, f, g, n, o, r, y);
+        step_back<N, true>(d, s, f, g, o, r, y);
       else
-        step_back<N, false>(d, s, f, g, n, o, r, y);
+        step_back<N, false>(d, s, f, g, o, r, y);
       for (int c = 0; c < MINI; ++c)
         std::memcpy(room.d_v + (i * MINI + c) * columns + at, y + c * span, span * 4);
     }
@@ -332,8 +422,7 @@ inline void back_rows(const Where& w, int64_t chunk, const BackwardRoom& room, f
   for (int64_t i = 0; i < minis; ++i) {
     const Tokens x = load_tokens(room.tokens, w, t + i * MINI);
     const float* result = room.results;
-    finish(room.results, x, Factors{room.factors + i * Factors::size(n), n},
-           FactorGradients{gradients + i * FactorGradients::size(n), n}, m.scale, room.rows,
+    finish(room.results, x, FactorGradients{gradients + i * FactorGradients::size(n), n}, m.scale,
            m.k.data != nullptr);
     for (int c = 0; c < MINI && i * MINI + c < count; ++c) {
       const int64_t at = t + i * MINI + c;
@@ -355,13 +444,13 @@ inline void back_rows(const Where& w, int64_t chunk, const BackwardRoom& room, f
 KDN_INLINE void start_back(const Where& w, int64_t first, int64_t last, float* ds) {
   const float* d_state = w.m.d_state ? w.m.d_state + w.state() : nullptr;
   blocks(first, last, [&](auto width, int64_t at) {
-    load_block(ds + (at - first) * w.width, d_state, w, at, width);
+    load_panels(ds + (at - first) * w.width, d_state, w, at, width);
   });
 }
 KDN_INLINE void end_back(const Where& w, int64_t first, int64_t last, const float* ds) {
   if (w.m.d_initial == nullptr) return;
   blocks(first, last, [&](auto width, int64_t at) {
-    store_block(w.m.d_initial + w.state(), ds + (at - first) * w.width, w, at, width);
+    store_panels(w.m.d_initial + w.state(), ds + (at - first) * w.width, w, at, width);
   });
 }
 
@@ -391,7 +480,7 @@ inline void backward(const KdnMemory& m, Heads heads) {
 // them, so the result is the same to the last bit.
 inline void backward_cut(const KdnMemory& m, int threads, int64_t cuts) {
   constexpr int64_t window = 8, block = WIDE * L;
-  const int64_t heads = m.sequences.count * m.heads, n = round_up(m.key, L);
+  const int64_t heads = m.sequences.count * m.heads, n = round_up(m.key, PANEL);
   const int64_t columns = round_up(m.value, L), wide = (columns + block - 1) / block;
   const int64_t step = (wide + cuts - 1) / cuts * block, size = TILE * FactorGradients::size(n);
   const int64_t parts = columns / block + (columns % block / L + 1) / 2;  // as `blocks` cuts them
