@@ -392,6 +392,10 @@ def _export(run: _Run, folder: Path, about: dict[str, Any]) -> None:
         return
     with torch.device("meta"):
         whole = KDNForCausalLM(run.model.config)
+    if (
+        run.model.config.tie_word_embeddings
+    ):  # gathered from ranks they are two copies, which would be saved twice
+        weights |= {name: weights[source] for name, source in whole._tied_weights_keys.items()}
     part = folder.with_name(f".{folder.name}.writing")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
