@@ -44,29 +44,50 @@ def llama(scale: str, blocks: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def mixers_of(model: nn.Module) -> list[nn.Module]:
+def mixers_of(model: Any) -> list[nn.Module]:
     """The modules that mix tokens."""
-    layers: Any = model.model.layers
+    layers = model.model.layers
     return [getattr(layer, "mixer", None) or layer.self_attn for layer in layers]
 
 
 class Stopwatch:
-    """Time inside some modules, forward and backward, by hooks."""
+    """Time inside some modules: from their call to its end, and from their output's gradient to their input's."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.seconds = 0.0
-        self.started: dict[int, float] = {}
-        for m in modules:
-            m.register_forward_pre_hook(lambda m, *_: self._start(m))
-            m.register_forward_hook(lambda m, *_: self._stop(m))
-            m.register_full_backward_pre_hook(lambda m, *_: self._start(m))
-            m.register_full_backward_hook(lambda m, *_: self._stop(m))
+        self.seconds = self.started = 0.0  # one module runs at a time
+        for module in modules:
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave)
 
-    def _start(self, module: nn.Module) -> None:
-        self.started[id(module)] = time.perf_counter()
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.start()
+        if args:
+            return (_Mark.apply(args[0], self.stop), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _Mark.apply(kwargs["hidden_states"], self.stop)}
 
-    def _stop(self, module: nn.Module) -> None:
-        self.seconds += time.perf_counter() - self.started[id(module)]
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.stop()
+        return (_Mark.apply(output[0], self.start), *output[1:])
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def stop(self) -> None:
+        self.seconds += time.perf_counter() - self.started
+
+
+class _Mark(torch.autograd.Function):
+    """The identity, which tells when the gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: Any) -> Tensor:
+        ctx.passed = passed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.passed()
+        return grads[0], None
 
 
 class Contender:

@@ -1,8 +1,10 @@
 """`kdn bench …`: speed on this machine."""
 
 import argparse
+from pathlib import Path
 
-from kdn.cli.arguments import command, whole
+from kdn.cli.arguments import command, stop, whole
+from kdn.cli.loading import needs
 
 __all__ = ["add"]
 
@@ -49,6 +51,35 @@ def add(commands: argparse._SubParsersAction) -> None:
         "pages (default: both, with --quick only as it is)",
     )
     ops.set_defaults(command=_ops, parser=ops)
+    train = command(
+        benches,
+        "train",
+        "training steps of a language model, beside a Llama of equal size",
+        "Time training steps of whole models on this machine, taking turns in one process: Diagonal and\n"
+        "Isotropic KDN, KDA, and transformers' Llama with PyTorch's attention, all with equally many\n"
+        "parameters and the same step (bfloat16 autocast, clipping, AdamW). Saves train.json.\n\n"
+        "    kdn bench train --scale tiny --lengths 256 --rounds 1\n"
+        "    kdn bench train --scale 30m --lengths 4096 16384",
+    )
+    train.add_argument(
+        "--scale", default="30m", metavar="SCALE", help="of the presets (default: %(default)s)"
+    )
+    train.add_argument(
+        "--lengths",
+        type=whole(1),
+        nargs="+",
+        default=[4096, 16384],
+        metavar="T",
+        help="tokens of the one sequence in a step (default: 4096 16384)",
+    )
+    train.add_argument(
+        "--rounds", type=whole(1), default=5, metavar="N", help="steps of each side (default: %(default)s)"
+    )
+    train.add_argument(
+        "--out", default="kdn-bench", metavar="FOLDER", help="where train.json goes (default: %(default)s)"
+    )
+    train.add_argument("--threads", type=whole(1), metavar="N", help="threads (default: torch's own)")
+    train.set_defaults(command=_train, parser=train)
 
 
 def _ops(options: argparse.Namespace) -> int:
@@ -61,3 +92,13 @@ def _ops(options: argparse.Namespace) -> int:
         lengths=options.lengths,
         allocator=options.allocator,
     )
+
+
+def _train(options: argparse.Namespace) -> int:
+    with needs("transformers"):
+        from kdn.bench import train
+    from kdn.models.presets import SCALES
+
+    if options.scale not in SCALES:
+        stop(f"--scale must be one of {', '.join(SCALES)}, got {options.scale!r}")
+    return train.main(options.scale, options.lengths, options.rounds, Path(options.out), options.threads)
