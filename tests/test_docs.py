@@ -116,8 +116,10 @@ def complaint(command: str) -> str | None:
             return None if (ROOT / script).is_file() else f"there is no file {script}"
         case [script, *_] if script in our_scripts():
             return None
+        case ["torchrun", "--nproc-per-node", _, "-m", "kdn", *_]:
+            return None
     return (
-        "not a command that this test knows: make, git clone, cd, pip install, "
+        "not a command that this test knows: make, git clone, cd, pip install, torchrun -m kdn, "
         "python or bash with a file of this repository, or a script from pyproject.toml"
     )
 

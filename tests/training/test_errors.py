@@ -77,7 +77,7 @@ def test_the_command_says_it_in_one_line(recipe_file: Any, tmp_path: Path, serve
     assert said == "kdn: nowhere holds no token shards: there is no index.json (kdn data prepare makes it)\n"
     with pytest.raises(SystemExit, match=r"^kdn: \[train\] has no key 'tokns', did you mean 'tokens'\?$"):
         main(["train", str(recipe_file()), "train.tokns=3"])
-    with pytest.raises(SystemExit, match="^kdn: no recipe nowhere.toml$"):
+    with pytest.raises(SystemExit, match=r"^kdn: no recipe nowhere\.toml$"):
         main(["train", "nowhere.toml"])
 
 
@@ -115,7 +115,7 @@ def test_nan_stops_with_a_state_that_reproduces_it(recipe: MakeRecipe, tmp_path:
     assert str(saved) in said
     about = json.loads((saved / "kdn.json").read_text())["about"]
     assert (about["step"], about["position"]) == (1, 8)
-    loss, norm = replay(exploding, saved)
+    loss, _ = replay(exploding, saved)
     assert math.isnan(loss)
     # Neither the state alone nor the batch alone.
     ok, _ = replay(exploding, _saved_at_the_start(exploding, tmp_path))

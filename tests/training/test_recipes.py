@@ -93,10 +93,10 @@ def test_overrides_are_read_as_toml(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no recipe .*missing"):
+    with pytest.raises(RecipeError, match=r"no recipe .*missing"):
         load(tmp_path / "missing.toml")
     (tmp_path / "bad.toml").write_bytes(b"[train\n")
-    with pytest.raises(RecipeError, match="bad.toml is not valid TOML"):
+    with pytest.raises(RecipeError, match=r"bad\.toml is not valid TOML"):
         load(tmp_path / "bad.toml")
     with pytest.raises(RecipeError, match="cannot be read"):
         load(tmp_path)

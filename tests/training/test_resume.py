@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from processes import Server
-from runs import losses
+from runs import losses, tiny
 from safetensors.torch import load_file
 
+from kdn.training.checkpoint import CheckpointError
 from kdn.training.loop import train
-from kdn.training.recipe import Recipe, RecipeError
+from kdn.training.recipe import Recipe, RecipeError, build
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -35,9 +36,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(server: Server, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of `recipe()`, never stopped."""
-    from kdn.training.recipe import build
-    from runs import tiny
-
     folder = tmp_path_factory.mktemp("undisturbed")
     train(build(tiny(shards, folder)))
     return folder
@@ -106,9 +104,7 @@ def test_where_all_are_damaged_nothing_is_started_again(recipe: MakeRecipe, tmp_
     train(recipe(), stop_after=10)
     for folder in (tmp_path / "run/checkpoints").iterdir():
         flip(folder)
-    from kdn.training.checkpoint import CheckpointError
-
-    with pytest.raises(CheckpointError, match="step-00000005 is damaged .* none before it. Remove"):
+    with pytest.raises(CheckpointError, match=r"step-00000005 is damaged .* none before it\. Remove"):
         train(recipe())
 
 

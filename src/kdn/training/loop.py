@@ -199,7 +199,9 @@ def _make_model(recipe: Recipe, config: KDNConfig, ranks: Ranks) -> KDNForCausal
     torch.manual_seed(recipe.train.seed)
     model = KDNForCausalLM(config).to(ranks.device)
     if recipe.train.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5 renamed it.
+        enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     if ranks.context is not None:
         from kdn.training.context import context_parallel
 
