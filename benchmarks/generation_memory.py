@@ -1,6 +1,6 @@
 """Memory of decoding: as large after 100,000 tokens as after 1,000.
 
-    python benchmarks/generation_memory.py                                under two minutes on one core
+    python benchmarks/generation_memory.py                                two minutes on one core
     python benchmarks/generation_memory.py kda-swa-tiny --tokens 20000
 
 Decodes greedily, token by token, and says after 1,000 tokens, 10,000, … what the cache holds, what the process
@@ -39,7 +39,7 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MEBIBYTE
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Memory of decoding, from 1,000 tokens on.")
     parser.add_argument("preset", nargs="?", default="kdn-diagonal-swa-tiny")

@@ -69,6 +69,15 @@ def test_params_of_one_scale(capsys: pytest.CaptureFixture[str]) -> None:
     assert "750m" in refused("params", "--scale", "75m")
 
 
+def test_results_that_cannot_be_written_are_said_before_the_work(saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    file.write_text("", encoding="utf-8")
+    said = f"cannot make the folder {file}"
+    assert said in refused("params", "kda-tiny", "--json", file / "params.json")
+    assert said in refused("generate", saved, "the cat", "--save-state", file / "cat.state")
+    assert said in refused("probe", saved, "--out", file)
+
+
 # --- generate ---
 
 

@@ -98,6 +98,9 @@ def test_a_model_may_be_saved_in_shards(tmp_path: Path) -> None:
     last.write_bytes(last.read_bytes()[:-100])
     with pytest.raises(ValueError, match="damaged or cut off"):
         KDNForCausalLM.from_pretrained(tmp_path)
+    last.unlink()
+    with pytest.raises(ValueError, match=rf"{last.name} is missing, which has a part of the weights"):
+        KDNForCausalLM.from_pretrained(tmp_path)
 
 
 # --- what is refused ---
@@ -153,6 +156,12 @@ def pickled_weights(folder: Path) -> None:
         (rewrite_config(hidden_sizes=3), "no field 'hidden_sizes'"),
         (rewrite_config(model_type="llama"), "model type 'llama', not 'kdn'"),
         (lambda folder: (folder / "config.json").write_text('{"mod'), "config.json: not valid JSON"),
+        (
+            lambda folder: (folder / "config.json").write_text("[]"),
+            "config.json: not a JSON object but a list",
+        ),
+        (rewrite_config(num_hidden_layers=10**7), "num_hidden_layers must be ≤ 10,000"),
+        (rewrite_config(dtype="float33"), "dtype must be one of torch's"),
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdn.cli.arguments import command, more_than_zero, stop, whole
-from kdn.cli.loading import Text, add_device, add_tokenizer, device_of, load, tokenizer_of
+from kdn.cli.loading import Text, add_device, add_tokenizer, device_of, load, make_folder, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _generate(options: argparse.Namespace) -> int:
     prompt = _prompt(options)
     device = device_of(options.device)
+    if options.save_state:
+        make_folder(options.save_state.parent)
     import torch
 
     dtype = options.dtype and getattr(torch, options.dtype)
@@ -94,7 +96,6 @@ def _generate(options: argparse.Namespace) -> int:
             raise
         stop(f"the state in {options.load_state} is not one of {options.model}: {error}")
     if options.save_state:
-        options.save_state.parent.mkdir(parents=True, exist_ok=True)
         cache.save(options.save_state)
         print(
             f"saved {options.save_state}: {cache.tokens:,} tokens read, {cache.nbytes():,} bytes",

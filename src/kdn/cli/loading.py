@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = [
     "config_of",
     "device_of",
     "load",
+    "make_folder",
     "needs",
     "tokenizer_of",
 ]
@@ -78,6 +80,16 @@ def needs(package: str) -> Iterator[None]:
         if error.name != package:
             raise
         stop(f"this needs {package}: pip install {package}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder that results are to go to, or stop; before the work that would be lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"cannot make the folder {folder}: {error.strerror}")
+    if not os.access(folder, os.W_OK):
+        stop(f"cannot write to the folder {folder}")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,8 @@ ffn width          inner width of the SwiGLU feed-forward parts, solved for the 
 block parameters   of the stack of blocks, without embeddings, last norm and head: what "1.3b" and "750m" name
 all parameters     with those
 state/layer        numbers that one recurrent layer keeps per sequence: memory and uncertainty; not the few inputs
-                   of its short convolutions, and not the keys and values of attention layers
+                   of its short convolutions, not Mamba-3's last token and angles, and not the keys and values
+                   of attention layers
 state bytes        of the whole model for one sequence, float32 states and, with attention, bfloat16 keys and values
                    of a full window
 flops/token        forward, head included; two per weight, and those of the memories; gains are not counted"""
@@ -48,11 +49,13 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _params(options: argparse.Namespace) -> int:
-    from kdn.cli.loading import needs
+    from kdn.cli.loading import make_folder, needs
 
     with needs("transformers"):
         from kdn.models.presets import parameter_table
 
+    if options.json:
+        make_folder(options.json.parent)
     try:
         table = parameter_table(_names(options.names, options.scale))
     except ValueError as error:
@@ -60,7 +63,6 @@ def _params(options: argparse.Namespace) -> int:
     _print([[row.name, *(f"{number:,}" for number in row[1:])] for row in table])
     if options.json:
         rows: list[dict[str, Any]] = [row._asdict() for row in table]
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(f"\nsaved {options.json}")
     return 0

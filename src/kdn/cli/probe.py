@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdn.cli.arguments import command, more_than_zero, stop, whole
-from kdn.cli.loading import add_device, add_tokenizer, config_of, device_of, load, tokenizer_of
+from kdn.cli.loading import (
+    add_device,
+    add_tokenizer,
+    config_of,
+    device_of,
+    load,
+    make_folder,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,7 +96,7 @@ def _probe(options: argparse.Namespace) -> int:
     if options.preset and not options.random_init:
         options.parser.error("a preset has no trained weights: add --random-init")
     config_of(name, options.random_init)  # complains before anything is made
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     return (_heatmap if options.heatmap is not None else _writes)(name, options)
 
 

@@ -26,6 +26,11 @@ def checked_loading(load: Callable[..., Any], cls: type, name_or_path: Any, *arg
         model, info = load(name_or_path, *args, output_loading_info=True, **kwargs)
     except SafetensorError as error:
         raise ValueError(f"{name_or_path}: the weights are damaged or cut off ({error})") from None
+    except (
+        FileNotFoundError
+    ) as error:  # one of several files of weights; transformers has words for the others
+        missing = Path(str(error).rpartition(" ")[2]).name
+        raise ValueError(f"{name_or_path}: {missing} is missing, which has a part of the weights") from None
     except RuntimeError as error:
         if "mismatch" not in str(error):
             raise
@@ -53,11 +58,14 @@ def _check_config(folder: Path) -> None:
     """A local folder must hold our own config.json."""
     file = folder / "config.json"
     try:
-        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        read = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder}: no config.json there, so no model") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{file}: not a JSON object but a {type(read).__name__}")
+    kind = read.get("model_type")
     if kind != "kdn":
         hint = ", kdn.models.fla.load converts flash-linear-attention's" if kind else ""
         raise ValueError(f"{folder}: a checkpoint of model type {kind!r}, not 'kdn'{hint}")

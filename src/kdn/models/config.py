@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedConfig
 
 from kdn.mixers import check_option_types, make_mixer, mixer_class, mixer_options
@@ -28,6 +29,9 @@ _THEIRS = {
     "torch_dtype",
     "use_cache",
 }
+# Sizes that are too large fail when their memory is asked for. Layers are made one by one, and a damaged number
+# of them would keep a machine busy for hours before that.
+MOST_LAYERS = 10_000
 # Options that the model gives its layers itself.
 _OURS = {"norm_eps", "window"}
 
@@ -71,6 +75,8 @@ class KDNConfig(PreTrainedConfig):
             num_hidden_layers = 8 if num_hidden_layers is None else num_hidden_layers
             mixer_class(mixer)
         else:
+            if not isinstance(layers, (list, tuple)):
+                raise ValueError(f"layers must be a list of mixer names, one per layer, got {layers!r}")
             layers = list(layers)
             if not layers or (num_hidden_layers or len(layers)) != len(layers):
                 raise ValueError(
@@ -85,6 +91,12 @@ class KDNConfig(PreTrainedConfig):
         self.intermediate_size = intermediate_size if intermediate_size is not None else hidden_size * 8 // 3
         self.window, self.norm_eps, self.use_cache = window, norm_eps, use_cache
         self._check_sizes()
+        for name, value in {"tie_word_embeddings": tie_word_embeddings, "use_cache": use_cache}.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        dtype = kwargs.get("dtype")
+        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"dtype must be one of torch's, such as 'bfloat16', got {dtype!r}")
         options = self._take_options(kwargs)
         super().__init__(
             bos_token_id=bos_token_id,
@@ -143,6 +155,8 @@ class KDNConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers must be ≤ {MOST_LAYERS:,}, got {self.num_hidden_layers:,}")
         window = self.window
         if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
             raise ValueError(f"window must be a whole number ≥ 1 or None, got {window!r}")
