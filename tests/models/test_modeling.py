@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 from kdn.mixers import MIXERS
 from kdn.models import KDNCache, KDNConfig, KDNForCausalLM, KDNModel
@@ -129,6 +129,25 @@ def test_packed_sequences_are_as_if_apart(kind: str) -> None:
     found = model(packed, cu_seqlens=offsets, labels=packed).loss
     torch.testing.assert_close(found, expected)
     assert_same_gradients(wanted, gradients(model, found))
+
+
+def test_packed_rows_of_transformers_collators_are_sequences_apart() -> None:
+    model = model_of("kdn-diagonal")
+    rows = [{"input_ids": row, "labels": row} for row in (tokens(1, n)[0].tolist() for n in (5, 3, 1))]
+    ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
+    offsets = torch.tensor([0, 5, 8, 9])
+    expected = model(ids, cu_seqlens=offsets).logits
+    assert not torch.allclose(model(ids).logits, expected)
+    for arguments in ({}, {"return_flash_attn_kwargs": True, "return_position_ids": False}):
+        batch = DataCollatorWithFlattening(**arguments)(rows)
+        assert torch.equal(batch["input_ids"], ids)
+        loss = model(**batch).loss
+        torch.testing.assert_close(loss, model(ids, cu_seqlens=offsets, labels=ids).loss)
+        del batch["labels"]
+        torch.testing.assert_close(model(**batch).logits, expected)
+        torch.testing.assert_close(model.model(**batch)[0], model.model(ids, cu_seqlens=offsets)[0])
+    going_on = torch.arange(9)[None] + 4  # positions behind a cache: one sequence
+    torch.testing.assert_close(model(ids, position_ids=going_on).logits, model(ids).logits)
 
 
 @each_kind

@@ -29,8 +29,8 @@ def checked_loading(load: Callable[..., Any], cls: type, name_or_path: Any, *arg
     except (
         FileNotFoundError
     ) as error:  # one of several files of weights; transformers has words for the others
-        missing = Path(str(error).rpartition(" ")[2]).name
-        raise ValueError(f"{name_or_path}: {missing} is missing, which has a part of the weights") from None
+        absent = Path(str(error).rpartition(" ")[2]).name
+        raise ValueError(f"{name_or_path}: {absent} is missing, which has a part of the weights") from None
     except RuntimeError as error:
         if "mismatch" not in str(error):
             raise

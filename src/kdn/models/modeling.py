@@ -153,9 +153,12 @@ class KDNModel(KDNPreTrainedModel):
     ) -> KDNOutput | tuple[Any, ...]:
         """input_ids: [B, T]. attention_mask: [B, ≥ T], 0 for padding. cu_seqlens: sequences packed in a row.
 
-        `output_uncertainty` adds an `Uncertainty`; it computes a layer a second time, token by token.
+        Packed rows of transformers' collators are understood as well: `cu_seq_lens_q`, or `position_ids` that
+        start again at 0. `output_uncertainty` adds an `Uncertainty`; it computes a layer a second time, token by
+        token.
         """
         _check_inputs(input_ids, inputs_embeds, attention_mask, past_key_values)
+        cu_seqlens = _offsets(cu_seqlens, attention_mask, unused)
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         cache = KDNCache() if past_key_values is None and use_cache else past_key_values
@@ -230,6 +233,21 @@ def _check_inputs(
         raise TypeError(f"past_key_values must be a kdn.models.KDNCache, got {type(cache).__name__}")
 
 
+def _offsets(
+    cu_seqlens: Tensor | None, attention_mask: Tensor | None, given: dict[str, Any]
+) -> Tensor | None:
+    """cu_seqlens, from whatever says where sequences start that lie one after another in one row."""
+    if cu_seqlens is not None or attention_mask is not None:
+        return cu_seqlens
+    if given.get("cu_seq_lens_q") is not None:
+        return given["cu_seq_lens_q"]
+    positions = given.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.shape[0] != 1:
+        return None
+    starts = (positions[0, 1:] == 0).nonzero()[:, 0] + 1
+    return F.pad(F.pad(starts, (1, 0)), (0, 1), value=positions.shape[1]) if len(starts) else None
+
+
 class _Padding(NamedTuple):
     """Where the real tokens of padded rows are."""
 
@@ -297,6 +315,7 @@ class KDNForCausalLM(KDNPreTrainedModel, GenerationMixin):
         """labels: [B, T], usually input_ids; shifted inside, −100 is left out. targets: labels that are
         shifted already, position t holding the token after input t. logits_to_keep: how many of the last
         positions get logits, 0: all (none with labels); a tensor lists the positions."""
+        cu_seqlens = _offsets(cu_seqlens, attention_mask, unused)
         found = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
