@@ -8,7 +8,7 @@
 
 The models are Diagonal KDN and KDA, which differ in one thing: KDA's tokens say how strongly they write, KDN's write
 as strongly as the memory's uncertainty asks for. All else is the same for both: sizes (the feed-forward width makes up
-for the few parameters between them), data and its order, seed, steps, schedule. `run` tells the story from top to bottom.
+for the few parameters between them), data and its order, seed, steps, schedule. `run` is the story, top to bottom.
 """
 
 import json
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils import logging
 
 from kdn.models import KDNConfig, KDNForCausalLM
 from kdn.probe import effective_writes
@@ -108,6 +109,7 @@ def run(out: Path, *, quick: bool = False) -> Path:
         "size": size._asdict(),
         "threads": torch.get_num_threads(),
         "quick": quick,
+        "folder": str(out),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "seconds": time.perf_counter() - began,
@@ -195,6 +197,7 @@ def _measured(recipe: Recipe, result: loop.Result, data: text.Text, size: Size, 
     log = [json.loads(line) for line in (result.folder.parent / "log.jsonl").read_text().splitlines()]
     torch.manual_seed(recipe.train.seed)  # the weights that training began with
     before = KDNForCausalLM(recipe.model_config()).eval()
+    logging.disable_progress_bar()  # of loading: it takes no time
     model = KDNForCausalLM.from_pretrained(result.folder).eval()
     encoded = [data.tokenizer.encode(d, add_special_tokens=False) for d in data.documents]
     stream = torch.tensor([token for ids in encoded for token in ids])

@@ -63,7 +63,8 @@ class _Plane:
             )
         for value in x:
             self.parts.append(
-                f'<text class="tick" x="{self.x(value):.1f}" y="{bottom + 18}" text-anchor="middle">{_short(value)}</text>'
+                f'<text class="tick" x="{self.x(value):.1f}" y="{bottom + 18}" text-anchor="middle">'
+                f"{_short(value)}</text>"
             )
 
     def svg(self, title: str) -> str:
@@ -112,9 +113,7 @@ def lines(
     return plane.svg(title)
 
 
-def densities(
-    title: str, before: Sequence[Series], after: Sequence[Series], labels: tuple[str, str]
-) -> str:
+def densities(title: str, before: Sequence[Series], after: Sequence[Series], labels: tuple[str, str]) -> str:
     """Histograms over one axis: those before as dashed outlines, those after filled."""
     both = [*before, *after]
     top = max(value for s in both for value in s.y)
@@ -142,7 +141,8 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float]]], columns: S
     for i, (name, values) in enumerate(rows):
         low, high = min(values), max(values)
         parts.append(
-            f'<text class="tick" x="{left - 8}" y="{i * height + height / 2 + 4}" text-anchor="end">{escape(name)}</text>'
+            f'<text class="tick" x="{left - 8}" y="{i * height + height / 2 + 4}" text-anchor="end">'
+            f"{escape(name)}</text>"
         )
         for j, (column, value) in enumerate(zip(columns, values, strict=True)):
             share = (value - low) / ((high - low) or 1)
@@ -168,16 +168,21 @@ def _short(value: float) -> str:
     return f"{value / 1000:g}K" if value >= 10_000 else f"{value:,g}"
 
 
+def _step(low: float, high: float) -> float:
+    """A round number that goes some five times into what lies between."""
+    rough = (high - low) / 5 or 1.0
+    size = 10.0 ** math.floor(math.log10(rough))
+    return next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= rough * 0.999)
+
+
 def _steps(low: float, high: float) -> list[float]:
-    """Some five round numbers from `low` to `high`."""
-    rough = (high - low) / 5 or 1
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    """Round numbers from `low` to `high`."""
+    step = _step(low, high)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 10) for i in range(first, last + 1)]
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:
     """A little more than from `low` to `high`, ending on round numbers."""
-    step = (_steps(low, high) + [low, high])[1] - (_steps(low, high) + [low, high])[0] or 1
+    step = _step(low, high)
     return math.floor(low / step) * step, math.ceil(high / step) * step

@@ -1,17 +1,15 @@
 """What is measured of a model that was trained, on this machine, one model after the other.
 
-    bits_per_byte       how well it predicts files it has not seen
-    recall              how many of the needle task's questions it answers
-    generation_speed    tokens per second, one sequence
-    sample              a text it goes on with
+bits_per_byte       how well it predicts files it has not seen
+recall              how many of the needle task's questions it answers
+generation_speed    tokens per second, one sequence
+sample              a text it goes on with
 """
 
 import math
-import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +67,9 @@ def generation_speed(model: KDNForCausalLM, tokens: int) -> float:
 
 
 @torch.no_grad()
-def sample(model: KDNForCausalLM, prompt: Sequence[int], tokens: int, *, temperature: float, seed: int) -> list[int]:
+def sample(
+    model: KDNForCausalLM, prompt: Sequence[int], tokens: int, *, temperature: float, seed: int
+) -> list[int]:
     """`tokens` tokens that follow the prompt, none of them the end of the text."""
     generator, cache = torch.Generator().manual_seed(seed), KDNCache()
     read, made = torch.tensor([list(prompt)]), []

@@ -16,19 +16,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NAMES", "VALUES", "Needle", "Question", "accuracy", "facts", "line"]
+__all__ = ["MOST_FACTS", "NAMES", "VALUES", "Needle", "Question", "accuracy", "facts", "line"]
 
-NAMES = (
+# One word each, so that a tokenizer can make it one token.
+_NAMES = (
     "anchor arrow badger basket beacon bottle bridge candle castle cherry clover comet compass copper coral "
     "cradle dragon eagle engine falcon feather fiddle forest fountain garden ginger hammer harbor hazel helmet "
     "island jacket jungle kettle ladder lantern lemon magnet maple marble meadow mirror monkey needle orchid "
     "otter palace pebble pepper pillow pirate planet pocket puzzle rabbit ribbon river saddle salmon spider "
     "thunder tiger turtle violin"
-).split()
-VALUES = (
+)
+_VALUES = (
     "amber azure beige black blue bronze brown crimson cyan emerald gold gray green indigo ivory jade khaki "
     "lavender lilac lime magenta maroon olive orange pink purple red scarlet silver teal violet white"
-).split()
+)
+
+NAMES, VALUES = _NAMES.split(), _VALUES.split()
+MOST_FACTS = 8  # of a training document
 
 
 def facts(pairs: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -67,7 +71,7 @@ class Needle:
         Every other document has pieces of text between the lines, of one to 128 tokens; the rest have none. Those teach
         looking up, which models find hard to discover across text; the others teach keeping.
         """
-        known = facts(rng.randint(2, 8), rng)
+        known = facts(rng.randint(2, MOST_FACTS), rng)
         apart = rng.random() < 0.5
         tokens = self.encode(line(known))
         while len(tokens) < length:

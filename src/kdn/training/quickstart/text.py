@@ -1,8 +1,8 @@
 """What the two models read: Python's standard library, and documents of the needle task, one part to two.
 
-    OUT/tokenizer     a byte-level BPE trained on both
-    OUT/train         documents of exactly one sequence each, so that none is cut in two
-    OUT/validation    whole files of the standard library that are not trained on
+OUT/tokenizer     a byte-level BPE trained on both
+OUT/train         documents of exactly one sequence each, so that none is cut in two
+OUT/validation    whole files of the standard library that are not trained on
 """
 
 import random
