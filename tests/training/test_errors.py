@@ -18,6 +18,7 @@ from kdn.training import TrainingStopped
 from kdn.training.data import DataError
 from kdn.training.data.shards import ShardWriter
 from kdn.training.loop import replay, train
+from kdn.training.metrics import Metrics
 from kdn.training.recipe import Recipe, RecipeError
 
 MakeRecipe = Callable[..., Recipe]
@@ -99,6 +100,26 @@ def test_a_token_beyond_the_vocabulary_stops_and_loses_nothing(
     file.write_bytes(good)
     assert server.run(["train", recipe])[0] == [0]
     assert losses(tmp_path / "run")[: len(stopped)] == stopped
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence(recipe: MakeRecipe) -> None:
+    metrics = Metrics(recipe(), first=True)
+    metrics.file = open("/dev/full", "a")  # noqa: SIM115
+    with pytest.raises(TrainingStopped, match="/dev/full cannot be written: No space left on device"):
+        metrics.log(1, {"loss": 1.0})
+    metrics.close()
+
+
+def test_data_is_a_command(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "verify", str(shards / "train")]) == 0
+    assert "all in order" in capsys.readouterr().out
+    assert main(["data", "verify", str(tmp_path)]) == 1
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"txt": "hello"}\n')
+    assert main(["data", "prepare", str(text), "--out", str(tmp_path), "--train-tokenizer", "300"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all(line.startswith("kdn: ") for line in said)
+    assert "line 1: there is no column 'text', there are txt" in said[1]
 
 
 # At a rate like this weights are of no use after one step.

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from kdn.cli.arguments import command, stop
@@ -53,12 +52,5 @@ def _train(options: argparse.Namespace) -> int:
         loss, norm = loop.replay(recipe, options.replay)
         print(f"loss {loss}, gradient norm {norm}")
     except (RecipeError, DataError, TrainingStopped) as error:
-        _flush_line()
         stop(f"rank {os.environ['RANK']}: {error}" if "RANK" in os.environ else error)
     return 0
-
-
-def _flush_line() -> None:
-    """End the live line, which the sentence must not follow."""
-    if sys.stderr.isatty():
-        print(file=sys.stderr)

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ class Metrics:
         if self.first:
             if self.live:
                 print(file=sys.stderr)
-            self.file.close()
+            with suppress(OSError):  # of a full disk, which was said already
+                self.file.close()
 
     def _show(self, step: int, x: dict[str, float]) -> None:
         steps = self.recipe.steps
@@ -87,7 +89,7 @@ class Metrics:
                 f"lr {x['learning rate']:.2e}",
                 f"|g| {x['gradient norm']:.2f}",
                 f"{x['tokens/s']:,.0f} tok/s",
-                f"MFU {100 * x['MFU']:.0f}%",
+                f"MFU {100 * x['MFU']:.1f}%",
                 f"{x['memory GiB']:.1f} GiB",
             ]
         if "effective write" in x:
