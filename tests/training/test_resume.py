@@ -46,19 +46,22 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(
 ) -> None:
     """Ten times SIGKILL: at random moments, and while a checkpoint is being written."""
     file, chance = recipe_file(checkpoint={"every": 2}), random.Random(0)
-    killed = writing = 0
+    killed = writing = resumed = 0
     for attempt in range(10):
         run = server.start(["train", file])
-        if attempt % 2:
-            time.sleep(chance.uniform(0.1, 0.6))
-        else:
-            while run.running() and not list(tmp_path.glob("run/checkpoints/.*.writing")):
-                time.sleep(0.0002)
-            time.sleep(chance.uniform(0, 0.004))
+        # Some steps further, so that the run gets on between the kills.
+        further = chance.randint(1, 3)
+        while run.running() and run.said.count("\nstep ") < further:
+            time.sleep(0.001)
+        while attempt % 2 and run.running() and not list(tmp_path.glob("run/checkpoints/.*.writing")):
+            time.sleep(0.0002)
+        time.sleep(chance.uniform(0, 0.005))
         run.kill()
         killed += run.wait() == [-9]
         writing += bool(list(tmp_path.glob("run/checkpoints/.*.writing")))
+        resumed += "resumed at step" in run.said
     assert killed >= 8, "it had ended before it could be killed"
+    assert resumed >= 5, "it was killed before there was a checkpoint"
     assert writing >= 2, "no checkpoint was being written at any of these moments"
     statuses, said = server.run(["train", file])
     assert statuses == [0], said
