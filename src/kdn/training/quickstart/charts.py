@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["Series", "densities", "heat_map", "lines"]
 
 WIDTH, HEIGHT = 520, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 66, 14, 14, 46
 
 
 class Series(NamedTuple):
@@ -41,7 +41,7 @@ class _Plane:
         self.parts = [
             f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">'
             f"{escape(labels[0])}</text>",
-            f'<text class="label" transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" '
+            f'<text class="label" transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" '
             f'text-anchor="middle">{escape(labels[1])}</text>',
         ]
 

@@ -78,7 +78,7 @@ def _numbers(found: dict[str, Any]) -> str:
     )
     return f"""<section>
 <h2>Side by side</h2>
-<div class="scroll"><table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div>
+<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>
 <p class="small">One run with one seed: small differences mean little. Guessing would recall 3% of the facts. Speeds
 were measured one model after the other; whatever else the machine was doing is in them.</p>
 </section>"""
@@ -207,15 +207,19 @@ def _right(sample: dict[str, Any]) -> str:
 def _tokens(sample: dict[str, Any], shares: Sequence[float] | None) -> str:
     spans = []
     for i, token in enumerate(sample["tokens"]):
-        said = [f"{_seen(token)}"]
+        if i == 0 and not token.strip():
+            continue  # the empty line in front
+        said = [_seen(token)]
         for layer, write in enumerate(sample["effective_write"]):
             variance = sample["read_variance"][layer][i]
             about = "" if variance is None else f"read variance {variance:.4f}, "
             said.append(f"layer {layer + 1}: {about}write {write[i]:.2f}")
         kind = ' class="own"' if sample["by_model"][i] else ""
         shade = "" if shares is None else f' style="--v:{100 * shares[i]:.0f}%"'
-        spans.append(f'<span title="{escape(chr(10).join(said))}"{kind}{shade}>{escape(token)}</span>')
-    return "".join(spans).lstrip("\n")
+        spans.append(
+            f'<span title="{escape(chr(10).join(said))}"{kind}{shade}>{escape(_printable(token))}</span>'
+        )
+    return "".join(spans)
 
 
 def _next(found: dict[str, Any]) -> str:
@@ -258,4 +262,10 @@ def _count(number: int, word: str) -> str:
 
 
 def _seen(token: str) -> str:
-    return token.replace("\n", "↵").replace(" ", "·")
+    """A token as a label: spaces and line ends visible."""
+    return _printable(token).replace("\n", "↵").replace(" ", "·")
+
+
+def _printable(token: str) -> str:
+    """Control characters, which a model that knows little does write, have no place in a page."""
+    return "".join(c if c.isprintable() or c == "\n" else "▯" for c in token)

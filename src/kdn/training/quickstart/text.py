@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kdn.progress import progress
 from kdn.training.data import tokenizer as tokenizers
 from kdn.training.data.shards import ShardWriter
 from kdn.training.data.sources import STDLIB, Source
@@ -52,8 +53,12 @@ def write(out: Path, *, vocabulary: int, length: int, train_tokens: int, validat
             held_out.append(document)
             validation.append(encode(document))
     stream: list[int] = []
-    while documents and len(stream) < train_tokens // 3 + 3 * length:
-        stream += [*encode(documents.pop()), tokenizer.eos_token_id]
+    wanted = train_tokens // 3 + 3 * length
+    with progress(wanted, "tokens") as bar:
+        while documents and len(stream) < wanted:
+            ids = [*encode(documents.pop()), tokenizer.eos_token_id]
+            stream += ids
+            bar.advance(len(ids))
 
     def rows() -> Iterable[list[int]]:
         """Of `length` − 1 tokens, since eos ends every document."""
