@@ -346,6 +346,26 @@ def test_validation_reads_every_token_once_in_order(corpus, packing):
     assert len(list(Batches.in_order(corpus, length=T, packing=packing, limit=3))) == 3
 
 
+@pytest.mark.parametrize("limit", [None, 7])
+@pytest.mark.parametrize("packing", ["concatenate", "documents"])
+def test_validation_is_shared_among_ranks(corpus, packing, limit):
+    """All targets once, and equally many batches of one size for every rank."""
+    alone = Batches.in_order(corpus, length=16, packing=packing, limit=limit)
+    ranks = [
+        list(
+            Batches.in_order(
+                corpus, length=16, packing=packing, limit=limit, micro_batch=2, rank=rank, world=3
+            )
+        )
+        for rank in range(3)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    shared = torch.cat([b.targets.view(-1, 16) for step in zip(*ranks, strict=True) for b in step])
+    rows = torch.cat([b.targets.view(-1, 16) for b in alone])
+    assert len(shared) >= len(rows) and len(shared) % 6 == 0
+    assert torch.equal(shared[: len(rows)], rows) and (shared[len(rows) :] == -100).all()
+
+
 def test_batches_explain_what_cannot_be(corpus):
     for said, options in {
         "holds .* tokens, fewer than one sequence of 5000": {"length": 5000},

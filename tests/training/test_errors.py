@@ -14,12 +14,14 @@ from processes import Server
 from runs import losses, write_shards
 
 from kdn.cli import main
-from kdn.training import TrainingStopped
+from kdn.training import TrainingStopped, loop
+from kdn.training.checkpoint import Checkpoints, opened
 from kdn.training.data import DataError
-from kdn.training.data.shards import ShardWriter
+from kdn.training.data.shards import ShardWriter, TokenShards
 from kdn.training.loop import replay, train
 from kdn.training.metrics import Metrics
-from kdn.training.recipe import Recipe, RecipeError
+from kdn.training.parallel import joined
+from kdn.training.recipe import Recipe, RecipeError, made_of
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -138,24 +140,28 @@ def test_nan_stops_with_a_state_that_reproduces_it(recipe: MakeRecipe, tmp_path:
     assert (about["step"], about["position"]) == (1, 8)
     loss, _ = replay(exploding, saved)
     assert math.isnan(loss)
+    assert all(weight.isfinite().all() for weight in weights_in(exploding, saved))  # the step was not taken
     # Neither the state alone nor the batch alone.
-    ok, _ = replay(exploding, _saved_at_the_start(exploding, tmp_path))
+    ok, _ = replay(exploding, saved_at_the_start(exploding, tmp_path))
     assert math.isfinite(ok)
 
 
-def _saved_at_the_start(recipe: Recipe, tmp_path: Path) -> Path:
-    """The run's checkpoint before any step."""
-    from kdn.training import loop
-    from kdn.training.data.shards import TokenShards
-    from kdn.training.parallel import joined
-    from kdn.training.recipe import made_of
+def weights_in(recipe: Recipe, checkpoint: Path) -> list[torch.Tensor]:
+    with joined(recipe) as ranks:
+        model = loop._make_model(recipe, recipe.model_config(), ranks)
+        optimizer = loop.make_optimizer(model, recipe)
+        Checkpoints(checkpoint.parent, 1, ranks).load(opened(checkpoint), model, optimizer)
+    return [parameter.detach() for parameter in model.parameters()]
 
+
+def saved_at_the_start(recipe: Recipe, folder: Path) -> Path:
+    """A checkpoint before any step, at the second step's position."""
     config = recipe.model_config()
     same = made_of(recipe, config, TokenShards(recipe.data.train).checksum)
     with joined(recipe) as ranks:
         model = loop._make_model(recipe, config, ranks)
-        checkpoints = loop.Checkpoints(tmp_path / "start", 1, ranks)
-        about = {"step": 0, "position": 8, "made of": same}
+        checkpoints = Checkpoints(folder, 1, ranks)
+        about = {"step": 1, "position": 8, "made of": same}
         where = checkpoints.save(model, loop.make_optimizer(model, recipe), about)
         checkpoints.finish()
     return where
@@ -258,10 +264,6 @@ def test_what_is_logged(
 
 def test_what_is_watched_is_the_models_own(recipe: MakeRecipe, tmp_path: Path, shards: Path) -> None:
     """The first step's numbers, computed again from the model as it starts."""
-    from kdn.training import loop
-    from kdn.training.data.shards import TokenShards
-    from kdn.training.parallel import joined
-
     frozen = recipe(
         train={"tokens": 512}, optimizer={"peak": 1e-30, "final": 1e-30}, data={"packing": "concatenate"}
     )

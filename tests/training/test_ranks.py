@@ -84,7 +84,7 @@ def test_context_parallel_with_fsdp_has_the_losses_of_one_rank(
     """Every sequence on two ranks, all parameters split among all ranks."""
     whole = {
         "data": {"packing": "concatenate", "validation": str(shards / "validation")},
-        "train": {"tokens": 8 * 256, **SMALL, "validate_tokens": 640},
+        "train": {"tokens": 8 * 256, **SMALL, "validate_tokens": 704},
     }
     expected = train(build(tiny(shards, tmp_path / "one", **whole)))
     statuses, said = server.run(["train", recipe_file(**whole, parallel={"context": 2})], ranks=ranks)

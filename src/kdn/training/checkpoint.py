@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from kdn.training import TrainingStopped
 from kdn.training.parallel import Ranks
 
-__all__ = ["CheckpointError", "Checkpoints", "Found"]
+__all__ = ["CheckpointError", "Checkpoints", "Found", "opened"]
 
 _ABOUT = "kdn.json"
 # DCP says so from a thread of its own whenever a run is one process, which is what was asked for.

@@ -10,7 +10,6 @@ steps on the same machine give the same bits, however often it was interrupted.
 import json
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,7 +25,7 @@ from kdn.training.checkpoint import Checkpoints, opened
 from kdn.training.data import DataError
 from kdn.training.data.batches import Batch, Batches
 from kdn.training.data.shards import TokenShards
-from kdn.training.measure import MemoryWatch, flops_per_token, matmul_peak, peak_memory
+from kdn.training.measure import Clock, MemoryWatch
 from kdn.training.metrics import Metrics, check_writers
 from kdn.training.optimizer import make_optimizer, set_learning_rate
 from kdn.training.parallel import Ranks, joined, shard
@@ -102,7 +101,7 @@ def _train(run: _Run, metrics: Metrics, about: dict[str, Any], stop_after: int |
     step, loss, validation = int(about["step"]), about["loss"], about["validation loss"]
     batches = _batches(recipe, ranks, run.shards, int(about["position"]))
     end = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
-    clock = _Clock(recipe, ranks, flops_per_token(model), step)
+    clock = Clock(model, recipe, ranks, step)
 
     def state(step: int, position: int) -> dict[str, Any]:
         told = {"step": step, "position": position, "loss": loss, "validation loss": validation}
@@ -308,36 +307,6 @@ def _not_compiled(model: KDNForCausalLM) -> Iterator[None]:
     for layer, forward in compiled:
         if forward is not None:
             layer.forward = forward
-
-
-class _Clock:
-    """Speed, in what users compare: tokens per second, and the share of what matrix products alone would reach."""
-
-    def __init__(self, recipe: Recipe, ranks: Ranks, flops: float, step: int) -> None:
-        self.batch_tokens, self.device = recipe.train.batch_tokens, ranks.device
-        dtype = torch.bfloat16 if recipe.train.dtype == "bfloat16" else torch.float32
-        # A backward pass is two forward passes of arithmetic.
-        self.tokens_at_peak = matmul_peak(dtype, ranks.device) * ranks.world / (3 * flops)
-        self.began = self.last = time.perf_counter()
-        self.first_step = self.last_step = step
-
-    def numbers(self, step: int) -> dict[str, float]:
-        """Since they were asked for last."""
-        now = time.perf_counter()
-        seconds = (now - self.last) / (step - self.last_step)
-        self.last, self.last_step = now, step
-        rate = self.batch_tokens / seconds
-        return {
-            "tokens": step * self.batch_tokens,
-            "tokens/s": rate,
-            "seconds per step": seconds,
-            "MFU": rate / self.tokens_at_peak,
-            "memory GiB": peak_memory(self.device),
-        }
-
-    def tokens_per_second(self, step: int) -> float:
-        seconds = max(1e-9, time.perf_counter() - self.began)
-        return (step - self.first_step) * self.batch_tokens / seconds
 
 
 @torch.no_grad()

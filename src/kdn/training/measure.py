@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from kdn.models.modeling import KDNForCausalLM
 from kdn.probe.writes import gains_watched
+from kdn.training.parallel import Ranks
+from kdn.training.recipe import Recipe
 
-__all__ = ["MemoryWatch", "flops_per_token", "matmul_peak", "peak_memory"]
+__all__ = ["Clock", "MemoryWatch", "flops_per_token", "matmul_peak", "peak_memory"]
 
 
 class MemoryWatch:
@@ -45,6 +47,36 @@ class MemoryWatch:
         """Means over layers, heads and tokens; without what no layer has."""
         found = {"effective write": self.writes, "state norm": self.norms}
         return {name: float(torch.stack(x).mean()) for name, x in found.items() if x}
+
+
+class Clock:
+    """Speed, in what users compare: tokens per second, and the share of what matrix products alone would reach."""
+
+    def __init__(self, model: KDNForCausalLM, recipe: Recipe, ranks: Ranks, step: int) -> None:
+        self.batch_tokens, self.device = recipe.train.batch_tokens, ranks.device
+        dtype = torch.bfloat16 if recipe.train.dtype == "bfloat16" else torch.float32
+        # A backward pass is two forward passes of arithmetic.
+        self.tokens_at_peak = matmul_peak(dtype, ranks.device) * ranks.world / (3 * flops_per_token(model))
+        self.began = self.last = time.perf_counter()
+        self.first_step = self.last_step = step
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """Since they were asked for last."""
+        now = time.perf_counter()
+        seconds = (now - self.last) / (step - self.last_step)
+        self.last, self.last_step = now, step
+        rate = self.batch_tokens / seconds
+        return {
+            "tokens": step * self.batch_tokens,
+            "tokens/s": rate,
+            "seconds per step": seconds,
+            "MFU": rate / self.tokens_at_peak,
+            "memory GiB": peak_memory(self.device),
+        }
+
+    def tokens_per_second(self, step: int) -> float:
+        seconds = max(1e-9, time.perf_counter() - self.began)
+        return (step - self.first_step) * self.batch_tokens / seconds
 
 
 def flops_per_token(model: KDNForCausalLM) -> float:
