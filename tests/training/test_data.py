@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("pyarrow")

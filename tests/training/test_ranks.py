@@ -127,6 +127,17 @@ def test_a_full_disk_stops_all_ranks(server: Server, recipe_file: Any, tmp_path:
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
+def test_what_only_the_first_rank_cannot_do_stops_all(
+    server: Server, recipe_file: Any, tmp_path: Path
+) -> None:
+    """A file where the folder of checkpoints should be, which the first rank makes."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").write_text("")
+    run = server.start(["train", recipe_file(train={"tokens": 5 * 512})], ranks=2)
+    assert run.wait(30) == [1, 1] and "Traceback" not in run.said, run.said
+    assert f"kdn: rank 1: {tmp_path}/run/checkpoints cannot be written: File exists" in run.said
+
+
 def test_ranks_that_do_not_divide_the_batch_are_refused(server: Server, recipe_file: Any) -> None:
     statuses, said = server.run(["train", recipe_file(train={"micro_batch": 4})], ranks=4)
     assert statuses == [1] * 4

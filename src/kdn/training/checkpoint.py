@@ -166,14 +166,17 @@ class _Agreed:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        said: list[str | None] = [None if error is None else str(error)]
+        if isinstance(error, OSError):
+            ours: str | None = f"{error.filename} cannot be written: {error.strerror}"
+        else:
+            ours = None if error is None else str(error)
+        said = [ours]
         if self.group is not None:
             said *= dist.get_world_size(self.group)
-            dist.all_gather_object(said, None if error is None else str(error), group=self.group)
-        if error is None and (theirs := [x for x in said if x is not None]):
-            raise CheckpointError(theirs[0])
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{error.filename} cannot be written: {error.strerror}") from error
+            dist.all_gather_object(said, ours, group=self.group)
+        failed = [text for text in said if text is not None]
+        if failed and (error is None or isinstance(error, OSError)):
+            raise CheckpointError(failed[0]) from error
 
 
 def opened(folder: Path) -> Found:
