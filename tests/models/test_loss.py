@@ -157,7 +157,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = function(*args, **(kwargs or {}))
-        self.products += function is torch.ops.aten.mm.default
+        self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
         if isinstance(out, Tensor):
             self.largest = max(self.largest, out.numel())
         return out

@@ -98,6 +98,11 @@ struct Case {
   KdnMemory memory{};
   KdnGain gain[3]{};
   KdnDecode decode{};
+  KdnConv conv{};
+  KdnDecay decays{};
+  KdnReadOut read_out{};
+  KdnSwiGLU swiglu{};
+  KdnLoss loss{};
 
   KdnType type() { return heads_up() ? KDN_FLOAT32 : KDN_BFLOAT16; }
 
@@ -191,6 +196,50 @@ struct Case {
       if (g.initial) g.d_initial = arena.result<float>(covs);
     }
 
+    conv.sequences = sequences;
+    conv.heads = heads, conv.key = key, conv.width = whole(1, 6);
+    conv.x = input(key, -2, 2);
+    conv.weight = arena.floats(conv.width * heads * key, -1, 1);
+    const int64_t inputs = count * (conv.width - 1) * heads * key;
+    if (heads_up()) conv.history = arena.floats(inputs, -2, 2);
+    conv.activation = heads_up(), conv.unit = heads_up(), conv.eps = 1e-6f;
+    conv.y = result(conv.x), conv.d_x = result(conv.x);
+    conv.d_y = input(key, -1, 1);
+    conv.d_weight = arena.result<float>(count * conv.width * heads * key);
+    if (conv.history) conv.d_history = arena.result<float>(inputs);
+
+    decays.batch = read_out.batch = s.batch, decays.time = read_out.time = s.time;
+    decays.heads = read_out.heads = heads, decays.key = key, read_out.value = value;
+    decays.f = input(key, -90, 90);
+    decays.rate = arena.floats(heads, 1, 16), decays.bias = arena.floats(heads * key, -5, 5);
+    decays.out = rows(arena, s, key, KDN_FLOAT32, 0, 0, true);
+    decays.d_out = input(key, -1, 1), decays.d_f = result(decays.f);
+    decays.d_rate = arena.result<float>(s.batch * heads);
+    decays.d_bias = arena.result<float>(s.batch * heads * key);
+
+    read_out.x = input(value, -2, 2);
+    read_out.weight = arena.floats(value, 0, 2);
+    read_out.eps = 1e-5f, read_out.silu = heads_up();
+    read_out.y = result(read_out.x), read_out.d_x = result(read_out.x);
+    if (heads_up()) read_out.gate = input(value, -90, 90), read_out.d_gate = result(read_out.gate);
+    read_out.d_y = input(value, -1, 1);
+    read_out.d_weight = arena.result<float>(s.batch * heads * value * ((s.time + KDN_PIECE - 1) / KDN_PIECE));
+
+    const Sizes flat{s.batch, s.time, 1};
+    auto flat_rows = [&](bool out) { return rows(arena, flat, value, type(), -90, 90, out); };
+    swiglu.batch = s.batch, swiglu.time = s.time;
+    swiglu.gate = flat_rows(false), swiglu.up = flat_rows(false), swiglu.d_y = flat_rows(false);
+    swiglu.y = flat_rows(true), swiglu.d_gate = flat_rows(true), swiglu.d_up = flat_rows(true);
+
+    loss.rows = s.time;
+    loss.logits = rows(arena, {1, s.time, 1}, value, type(), -90, 90, false);
+    arena.results.push_back(arena.blocks.back().get());  // written in place
+    int64_t* labels = (int64_t*)arena.take(s.time * 8).data;
+    for (int64_t t = 0; t < s.time; ++t) labels[t] = whole(0, value - 1);
+    loss.labels = labels;
+    loss.loss = arena.result<float>(s.time);
+    loss.gradient = heads_up();
+
     const Sizes one{count, 1, heads};
     auto token = [&](int64_t channels, float low, float high, bool out = false) {
       return rows(arena, one, channels, type(), low, high, out);
@@ -226,6 +275,15 @@ struct Case {
     kdn_exact_forward(&gain[2], threads);
     kdn_exact_backward(&gain[2], threads);
     kdn_decode(&decode, threads);
+    kdn_conv_forward(&conv, threads);
+    kdn_conv_backward(&conv, threads);
+    kdn_decay_forward(&decays, threads);
+    kdn_decay_backward(&decays, threads);
+    kdn_read_out_forward(&read_out, threads);
+    kdn_read_out_backward(&read_out, threads);
+    kdn_swiglu_forward(&swiglu, threads);
+    kdn_swiglu_backward(&swiglu, threads);
+    kdn_softmax_loss(&loss, threads);
   }
 };
 

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdn.mixers.parts import Linear, ShortConvolution, decay_parameters, low_rank, softplus_inverse, unit
+from kdn.mixers.parts import Linear, ShortConvolution, decay_parameters, low_rank, softplus_inverse
 from kdn.ops import checks, decode, delta_memory, diagonal_gain, exact_gain, isotropic_gain
+from kdn.ops.layer import rms_norm, softplus_decay, unit
 from kdn.ops.precision import state_dtype
 
 __all__ = [
@@ -77,6 +78,7 @@ class DeltaMixer(nn.Module):
 
     kalman: str | None = None  # which covariance is tracked: diagonal, isotropic or exact
     multiply_adds = 4  # per number in the memory and token: decay, read at the key, write, read
+    silu_gate = False  # the output gate is a SiLU; else a sigmoid
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class DeltaMixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must say what it writes")
 
     def gate(self, x: Tensor) -> Tensor | None:
-        """What multiplies the normalised output, [B, T, H·V]."""
+        """What multiplies the normalised output, [B, T, H·V], before its sigmoid or SiLU."""
         return None
 
     def reset_parameters(self) -> None:
@@ -150,18 +152,18 @@ class DeltaMixer(nn.Module):
         rows = checks.sequences(cu_seqlens, x.shape[0], x.shape[1])
         if state is not None and state.memory.shape[0] != rows:
             raise ValueError(f"state must have {rows} rows, one per sequence, got {state.memory.shape[0]}")
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        conv = None
-        if self.conv_size:
-            old = (None, None, None) if state is None or state.conv is None else state.conv
-            q, conv_q = self.q_conv1d(q, old[0], cu_seqlens)
-            k, conv_k = self.k_conv1d(k, old[1], cu_seqlens)
-            v, conv_v = self.v_conv1d(v, old[2], cu_seqlens)
-            conv = (conv_q, conv_k, conv_v)
-        else:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        heads = (self.num_heads, -1)
-        return unit(q.unflatten(-1, heads)), unit(k.unflatten(-1, heads)), v.unflatten(-1, heads), conv
+        q, k, v = (self.by_head(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if not self.conv_size:
+            return unit(F.silu(q)), unit(F.silu(k)), F.silu(v), None
+        old = (None, None, None) if state is None or state.conv is None else state.conv
+        q, conv_q = self.q_conv1d(q, old[0], cu_seqlens, normalized=True)
+        k, conv_k = self.k_conv1d(k, old[1], cu_seqlens, normalized=True)
+        v, conv_v = self.v_conv1d(v, old[2], cu_seqlens)
+        return q, k, v, (conv_q, conv_k, conv_v)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """[B, T, H·X] → [B, T, H, X]"""
+        return x.unflatten(-1, (self.num_heads, -1))
 
     def gain(
         self, k: Tensor, w: Write, state: DeltaState | None = None, cu_seqlens: Tensor | None = None
@@ -172,11 +174,16 @@ class DeltaMixer(nn.Module):
 
     def read_out(self, x: Tensor, out: Tensor) -> Tensor:
         """From the memory's answers [B, T, H, V] to the layer's output."""
-        # The weight is cast, since PyTorch's fused kernel wants one dtype (under autocast there are two).
-        weight = self.o_norm.weight.to(out.dtype)
-        y = F.rms_norm(out, (self.value_dim,), weight, self.norm_eps).flatten(-2)
         gate = self.gate(x)
-        return self.o_proj(y.to(x.dtype) if gate is None else (y * gate).to(x.dtype))
+        y = rms_norm(
+            out,
+            self.o_norm.weight,
+            self.norm_eps,
+            None if gate is None else self.by_head(gate),
+            silu=self.silu_gate,
+            dtype=x.dtype,
+        )
+        return self.o_proj(y.flatten(-2))
 
     def _step(self, q: Tensor, w: Write, state: DeltaState) -> tuple[Tensor, Tensor, Tensor | None]:
         """One token without gradients. The states given are not touched: a caller may branch from them."""
@@ -208,6 +215,7 @@ class DeltaNet(DeltaMixer):
     """S ← (I − β k kᵀ) S + β k vᵀ, β = σ(w·x) (twice that with `allow_neg_eigval`)."""
 
     multiply_adds = 3
+    silu_gate = True
 
     def __init__(
         self,
@@ -231,7 +239,8 @@ class DeltaNet(DeltaMixer):
         return 2 * beta if self.allow_neg_eigval else beta
 
     def gate(self, x: Tensor) -> Tensor | None:
-        return F.silu(self.g_proj(x)) if hasattr(self, "g_proj") else None
+        gate: Tensor | None = self.g_proj(x) if hasattr(self, "g_proj") else None
+        return gate
 
     def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
         return Write(erase=k, value=v, log_decay=None, gain=self.strength(x) * k)
@@ -309,14 +318,14 @@ class ChannelDecayMixer(DeltaMixer):
 
     def log_decay(self, x: Tensor) -> Tensor:
         """log α, [B, T, H, K], in at least float32."""
-        wide = state_dtype(x)
-        f = (self.f_proj(x).to(wide) + self.dt_bias).unflatten(-1, (self.num_heads, -1))
-        if self.decay == "sigmoid":
-            return F.logsigmoid(f)
-        return -self.A_log.to(wide).exp()[:, None] * F.softplus(f)
+        f = self.by_head(self.f_proj(x))
+        if self.decay == "softplus":
+            return softplus_decay(f, self.A_log, self.dt_bias)
+        return F.logsigmoid(f.to(state_dtype(x)) + self.dt_bias.view(f.shape[2:]))
 
     def gate(self, x: Tensor) -> Tensor:
-        return self.g_proj(x).sigmoid()
+        gate: Tensor = self.g_proj(x)
+        return gate
 
 
 class KDA(ChannelDecayMixer):
@@ -361,9 +370,9 @@ class GDN2(ChannelDecayMixer):
         self.reset_parameters()
 
     def write(self, x: Tensor, k: Tensor, v: Tensor) -> Write:
-        b = self.b_proj(x).sigmoid().unflatten(-1, (self.num_heads, -1))
+        b = self.by_head(self.b_proj(x)).sigmoid()
         b = 2 * b if self.allow_neg_eigval else b
-        w = self.w_proj(x).sigmoid().unflatten(-1, (self.num_heads, -1))
+        w = self.by_head(self.w_proj(x)).sigmoid()
         return Write(erase=b * k, value=w * v, log_decay=self.log_decay(x), gain=k)
 
 
@@ -455,7 +464,7 @@ class KalmanMixer(ChannelDecayMixer):
 
     def shape_noise(self, noise: Tensor, k: Tensor) -> Tensor:
         """ω as the gain wants it: [B, T, H, K]."""
-        return noise.expand(k.shape) if noise.ndim == 0 else noise.unflatten(-1, (self.num_heads, -1))
+        return noise.expand(k.shape) if noise.ndim == 0 else self.by_head(noise)
 
     def gain(
         self, k: Tensor, w: Write, state: DeltaState | None = None, cu_seqlens: Tensor | None = None

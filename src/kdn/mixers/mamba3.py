@@ -37,8 +37,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdn.mixers.parts import Linear, continued, last_inputs, softplus_inverse
+from kdn.mixers.parts import Linear, softplus_inverse
 from kdn.ops import checks, delta_memory
+from kdn.ops.layer import continued, last_inputs
 from kdn.ops.precision import state_dtype
 
 __all__ = ["Mamba3MIMO", "Mamba3SISO", "Mamba3State"]

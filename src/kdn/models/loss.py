@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kdn.ops.layer import softmax_loss_
+
 __all__ = ["next_token_loss", "token_loss"]
 
-PIECE = 2**25  # logits at a time: 128 MiB of float32
+PIECE = 2**25  # logits at a time: 64 MiB of bfloat16
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -30,22 +32,17 @@ class _HeadLoss(torch.autograd.Function):
         wide = torch.promote_types(torch.float32, weight.dtype)
         d_w = torch.zeros_like(weight, dtype=wide) if wants_w else None
         total = torch.zeros((), dtype=wide, device=h.device)
-        rows = max(1, PIECE // weight.shape[0])
-        for at in range(0, h.shape[0], rows):
+        rows = min(max(1, PIECE // weight.shape[0]), h.shape[0])
+        room = w.new_empty(rows, w.shape[0])  # one for all pieces: fresh memory costs as much as a product
+        for at in range(0, h.shape[0], max(rows, 1)):
             piece = slice(at, at + rows)
             x = h[piece] if low is None else h[piece].to(low)
-            logits = (x @ w.T).to(wide)
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            label = labels[piece, None]
-            total += (log_sum - logits.gather(-1, label)).sum()
-            if wants_h or wants_w:
-                d_logits = logits.sub_(log_sum).exp_()
-                d_logits.scatter_add_(-1, label, d_logits.new_full(label.shape, -1.0))
-                d_logits = d_logits.to(w.dtype)
-                if d_h is not None:
-                    d_h[piece] = d_logits @ w
-                if d_w is not None:
-                    d_w += d_logits.T @ x
+            logits = torch.mm(x, w.T, out=room[: x.shape[0]])
+            total += softmax_loss_(logits, labels[piece], gradient=wants_h or wants_w).sum()
+            if d_h is not None:
+                d_h[piece] = logits @ w  # gradients by now
+            if d_w is not None:
+                d_w += logits.T @ x
         ctx.save_for_backward(d_h, None if d_w is None else d_w.to(weight.dtype))
         return total
 

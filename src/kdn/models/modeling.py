@@ -17,11 +17,12 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from kdn.mixers.parts import Linear, ShortConvolution
+from kdn.mixers.parts import Linear, RMSNorm, ShortConvolution
 from kdn.models.cache import KDNCache
 from kdn.models.checkpoint import checked_loading
 from kdn.models.config import KDNConfig
 from kdn.models.loss import next_token_loss, token_loss
+from kdn.ops.layer import swiglu
 
 __all__ = ["KDNForCausalLM", "KDNModel", "Uncertainty"]
 
@@ -70,7 +71,7 @@ class SwiGLU(nn.Module):
         self.down_proj = ResidualLinear(intermediate_size, hidden_size, layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(GradientCheckpointingLayer):
@@ -78,9 +79,9 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: KDNConfig, layer_index: int) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mixer_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mixer = config.make_mixer(layer_index)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.num_hidden_layers)
 
     def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -129,7 +130,7 @@ class KDNModel(KDNPreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:

@@ -7,7 +7,8 @@ A backend is one module (or package) in `kdn/ops/backends/`; dropping it there i
     exact_gain, diagonal_gain, isotropic_gain, delta_memory
 
 The functions receive arguments that `interface.py` has checked and completed (`info_scale` is a tensor
-of H values, `scale` a float), and return `(gain, cov, prior)` and `(out, state)`.
+of H values, `scale` a float), and return `(gain, cov, prior)` and `(out, state)`. A backend may also have kernels
+for `decode` (decode.py says how it is called) and for what is in layer.py.
 """
 
 import importlib

@@ -49,6 +49,15 @@ double kdn_fma_peak(void) { return kdn::current()->fma_peak(); }
 void kdn_memory_forward(const KdnMemory* m, int threads) { kdn::current()->memory_forward(m, threads); }
 void kdn_memory_backward(const KdnMemory* m, int threads) { kdn::current()->memory_backward(m, threads); }
 void kdn_decode(const KdnDecode* d, int threads) { kdn::current()->decode(d, threads); }
+void kdn_conv_forward(const KdnConv* c, int threads) { kdn::current()->conv_forward(c, threads); }
+void kdn_conv_backward(const KdnConv* c, int threads) { kdn::current()->conv_backward(c, threads); }
+void kdn_decay_forward(const KdnDecay* d, int threads) { kdn::current()->decay_forward(d, threads); }
+void kdn_decay_backward(const KdnDecay* d, int threads) { kdn::current()->decay_backward(d, threads); }
+void kdn_read_out_forward(const KdnReadOut* r, int threads) { kdn::current()->read_out_forward(r, threads); }
+void kdn_read_out_backward(const KdnReadOut* r, int threads) { kdn::current()->read_out_backward(r, threads); }
+void kdn_swiglu_forward(const KdnSwiGLU* s, int threads) { kdn::current()->swiglu_forward(s, threads); }
+void kdn_swiglu_backward(const KdnSwiGLU* s, int threads) { kdn::current()->swiglu_backward(s, threads); }
+void kdn_softmax_loss(const KdnLoss* l, int threads) { kdn::current()->softmax_loss(l, threads); }
 void kdn_diagonal_forward(const KdnGain* g, int threads) { kdn::current()->gain[0][0](g, threads); }
 void kdn_diagonal_backward(const KdnGain* g, int threads) { kdn::current()->gain[0][1](g, threads); }
 void kdn_isotropic_forward(const KdnGain* g, int threads) { kdn::current()->gain[1][0](g, threads); }
@@ -57,4 +66,5 @@ void kdn_exact_forward(const KdnGain* g, int threads) { kdn::current()->gain[2][
 void kdn_exact_backward(const KdnGain* g, int threads) { kdn::current()->gain[2][1](g, threads); }
 
 int64_t kdn_chunk(void) { return KDN_CHUNK; }
+int64_t kdn_piece(void) { return KDN_PIECE; }
 }

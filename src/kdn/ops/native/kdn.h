@@ -8,6 +8,7 @@
 // Tokens between checkpoints: the caller allocates ceil(length / this) rows per sequence. (The exact gain's
 // come every KDN_EXACT_CHUNK tokens, and are matrices of doubles.)
 constexpr int64_t KDN_CHUNK = 64;
+constexpr int64_t KDN_PIECE = 256;  // tokens of a task where no token needs the one before
 constexpr int64_t KDN_EXACT_CHUNK = 32;
 
 #ifdef _WIN32
@@ -88,7 +89,66 @@ struct KdnDecode {
   KdnRows out;
 };
 
+// Short convolutions, with SiLU and rows of length one if asked for. history [sequence, width − 1, heads, key] and
+// weight [width, heads, key] (the newest token's last) are float32, and so are their gradients.
+struct KdnConv {
+  KdnSequences sequences;
+  int64_t heads, key, width;
+  KdnRows x;
+  const float* weight;
+  const float* history;  // or nullptr: zero
+  int32_t activation, unit;
+  float eps;
+  KdnRows y;
+  // Backward only.
+  KdnRows d_y, d_x;
+  float* d_weight;   // [sequence, width, heads, key], to be summed by the caller
+  float* d_history;  // or nullptr
+};
+
+// log α = −rate softplus(f + bias): rate [heads], bias [heads, key]; gradients of both per batch row and head.
+struct KdnDecay {
+  int64_t batch, time, heads, key;
+  KdnRows f;
+  const float *rate, *bias;
+  KdnRows out;
+  // Backward only.
+  KdnRows d_out, d_f;
+  float *d_rate, *d_bias;  // [batch, heads], [batch, heads, key]
+};
+
+// RMSNorm of every head's row, times weight [value], and with a gate times its sigmoid or SiLU.
+struct KdnReadOut {
+  int64_t batch, time, heads, value;
+  KdnRows x, gate;
+  const float* weight;
+  float eps;
+  int32_t silu;
+  KdnRows y;
+  // Backward only.
+  KdnRows d_y, d_x, d_gate;
+  float* d_weight;  // [batch, heads, pieces, value], pieces = ceil(time / KDN_PIECE)
+};
+
+// SiLU(gate) ⊙ up, a row per token.
+struct KdnSwiGLU {
+  int64_t batch, time;
+  KdnRows gate, up, y;
+  // Backward only.
+  KdnRows d_y, d_gate, d_up;
+};
+
+// Cross entropy of rows of logits [rows, classes], which become its gradient if asked for, or stay as they are.
+struct KdnLoss {
+  int64_t rows;
+  KdnRows logits;  // its batch and head are not used
+  const int64_t* labels;
+  float* loss;
+  int32_t gradient;
+};
+
 KDN_API int64_t kdn_chunk(void);  // KDN_CHUNK
+KDN_API int64_t kdn_piece(void);  // KDN_PIECE
 
 KDN_API const char* kdn_isa(void);                // the instruction set in use
 KDN_API double kdn_fma_peak(void);            // measured flop/s of one core
@@ -98,6 +158,15 @@ KDN_API void kdn_set_threads(void* gomp_parallel);  // torch's own OpenMP entry,
 KDN_API void kdn_memory_forward(const KdnMemory*, int threads);
 KDN_API void kdn_memory_backward(const KdnMemory*, int threads);
 KDN_API void kdn_decode(const KdnDecode*, int threads);
+KDN_API void kdn_conv_forward(const KdnConv*, int threads);
+KDN_API void kdn_conv_backward(const KdnConv*, int threads);
+KDN_API void kdn_decay_forward(const KdnDecay*, int threads);
+KDN_API void kdn_decay_backward(const KdnDecay*, int threads);
+KDN_API void kdn_read_out_forward(const KdnReadOut*, int threads);
+KDN_API void kdn_read_out_backward(const KdnReadOut*, int threads);
+KDN_API void kdn_swiglu_forward(const KdnSwiGLU*, int threads);
+KDN_API void kdn_swiglu_backward(const KdnSwiGLU*, int threads);
+KDN_API void kdn_softmax_loss(const KdnLoss*, int threads);
 KDN_API void kdn_diagonal_forward(const KdnGain*, int threads);
 KDN_API void kdn_diagonal_backward(const KdnGain*, int threads);
 KDN_API void kdn_isotropic_forward(const KdnGain*, int threads);

@@ -2,9 +2,12 @@
 #pragma once
 #include <chrono>
 
+#include "conv.h"
 #include "decode.h"
 #include "exact.h"
 #include "gain.h"
+#include "layer.h"
+#include "loss.h"
 #include "memory_backward.h"
 #include "table.h"
 
@@ -78,6 +81,15 @@ constexpr kdn::Kernels kernels(const char* name) {
           memory_forward,
           memory_backward,
           decode,
+          conv_forward,
+          conv_backward,
+          layer::each<KdnDecay, layer::decay_forward>,
+          layer::each<KdnDecay, layer::decay_backward>,
+          layer::each_piece<KdnReadOut, layer::read_out_forward>,
+          layer::each_piece<KdnReadOut, layer::read_out_backward>,
+          layer::swiglu<layer::swiglu_forward>,
+          layer::swiglu<layer::swiglu_backward>,
+          softmax_loss,
           {{each_group<diagonal_forward>, each_group<diagonal_backward>},
            {each_group<isotropic_forward>, each_group<isotropic_backward>},
            {each_head<exact_forward>, each_head<exact_backward>}},

@@ -71,25 +71,35 @@ struct Where {
   }
 };
 
-// Asks for the rows of four tokens of a later tile. A head's rows lie pages apart, where the hardware does
-// not look ahead by itself; without this a third of the time is waiting for them.
+// Asks for rows of a later tile. A head's rows lie pages apart, where the hardware does not look ahead by itself;
+// without this a third of the time is waiting for them. A tile is gone through several times, once for every few
+// columns; pass `part` of `parts` asks for its share of the tokens, so that requests come evenly.
+template <bool Write = false>
 KDN_INLINE void fetch_row(const KdnRows& x, const Where& w, int64_t t) {
   if (x.data == nullptr) return;
   const int64_t size = x.type == KDN_FLOAT32 ? 4 : 2;
   const char* row = (const char*)x.data + offset(x, w.batch, t, w.head) * size;
-  for (int64_t i = 0; i < x.channels * size; i += 64) __builtin_prefetch(row + i, 0, 2);
+  for (int64_t i = 0; i < x.channels * size; i += 64) __builtin_prefetch(row + i, Write, 2);
 }
-KDN_INLINE void fetch(const Where& w, int64_t t, const KdnRows& other) {
-  for (int64_t c = t; c < t + MINI && c < w.end; ++c) {
-    if (c < w.begin) continue;
-    fetch_row(w.m.q, w, c);
-    fetch_row(w.m.k, w, c);
-    fetch_row(w.m.v, w, c);
-    fetch_row(w.m.gain, w, c);
-    fetch_row(w.m.decay, w, c);
-    fetch_row(other, w, c);
+struct Fetch {
+  const Where& w;
+  int64_t tile, part, parts;
+  // The tokens of the later tile's mini-chunk i that are this pass's; f(t) for each.
+  template <typename F>
+  KDN_INLINE void tokens(int64_t i, F&& f) const {
+    for (int64_t c = 0; c < MINI; ++c) {
+      const int64_t t = w.begin + tile * CHUNK + i * MINI + c;
+      if ((i * MINI + c) % parts == part && t >= w.begin && t < w.end) f(t);
+    }
   }
-}
+  KDN_INLINE void inputs(int64_t t) const {
+    fetch_row(w.m.q, w, t);
+    fetch_row(w.m.k, w, t);
+    fetch_row(w.m.v, w, t);
+    fetch_row(w.m.gain, w, t);
+    fetch_row(w.m.decay, w, t);
+  }
+};
 
 // A row of float32, padded to vectors: where it lies if it lies so, else copied to `room`.
 KDN_INLINE const float* see_row(const KdnRows& x, const Where& w, int64_t t, float* room) {
@@ -344,12 +354,17 @@ KDN_INLINE void forward_tile(const Where& w, int64_t tile, int64_t first, int64_
     else
       std::memset(values + i * w.columns, 0, w.columns * 4);
   }
+  int64_t part = 0;
   blocks(first, last, [&](auto n, int64_t at) {
     float* s = state + (at - first) * w.width;
     constexpr int N = decltype(n)::value, M = L == 16 && N > 1 ? 2 : 1;  // as registers allow
-    for (int j = 0; j < N; j += M) {
+    for (int j = 0; j < N; j += M, ++part) {
+      const Fetch later{next, next_tile, part, (last - first) / (M * L)};
       auto before = [&](int64_t i) {
-        if (at == first && j == 0) fetch(next, next.begin + next_tile * CHUNK + i * MINI, m.out);
+        later.tokens(i, [&](int64_t t) {
+          later.inputs(t);
+          fetch_row<true>(m.out, next, t);
+        });
       };
       const float* v = values + at + j * L;
       float* o = outputs + at + j * L;
@@ -359,10 +374,10 @@ KDN_INLINE void forward_tile(const Where& w, int64_t tile, int64_t first, int64_
         through_tile<M, false>(s + j * L, N * L, m.key, factors, w.width, minis, v, o, w.columns, before);
     }
   });
-  KdnRows part = m.out;  // this task's columns
-  part.channels = (int32_t)((last < m.value ? last : m.value) - first);
+  KdnRows mine = m.out;  // this task's columns
+  mine.channels = (int32_t)((last < m.value ? last : m.value) - first);
   for (int64_t i = 0; i < count; ++i)
-    store_row(part, offset(m.out, w.batch, t + i, w.head) + first, outputs + i * w.columns + first);
+    store_row(mine, offset(m.out, w.batch, t + i, w.head) + first, outputs + i * w.columns + first);
 }
 
 inline void forward(const KdnMemory& m, Heads heads, int64_t first, int64_t last) {

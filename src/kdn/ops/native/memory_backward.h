@@ -392,8 +392,13 @@ void back_columns(const Where& w, int64_t chunk, int64_t first, int64_t last, fl
                     span * 4);
     }
     float* d = ds + (at - first) * n;
+    const Fetch later{next, next_chunk, (at - first) / (WIDE * L), (last - first + WIDE * L - 1) / (WIDE * L)};
     for (int64_t i = minis - 1; i >= 0; --i) {
-      if (at == first) fetch(next, next.begin + next_chunk * CHUNK + i * MINI, m.d_out);
+      later.tokens(i, [&](int64_t t) {
+        later.inputs(t);
+        fetch_row(m.d_out, next, t);
+        for (const KdnRows* out : {&m.d_q, &m.d_k, &m.d_v, &m.d_gain, &m.d_decay}) fetch_row<true>(*out, next, t);
+      });
       const Factors f{room.factors + i * Factors::size(n), n};
       const FactorGradients g{gradients(at) + i * FactorGradients::size(n), n};
       const float *s = room.states + i * size, *o = room.o + i * MINI * span;

@@ -4,6 +4,7 @@
     gain.py      the three gains
     memory.py    the memory
     decode.py    one token of both, in place
+    layer.py     what stands around the memory in a model
 
 The kernels take float32 and bfloat16. Other inputs are handed to the `torch` backend.
 """
@@ -12,6 +13,7 @@ import torch
 
 from kdn.ops.backends.cpu.decode import decode
 from kdn.ops.backends.cpu.gain import diagonal_gain, exact_gain, isotropic_gain
+from kdn.ops.backends.cpu.layer import rms_norm, short_convolution, softmax_loss_, softplus_decay, swiglu
 from kdn.ops.backends.cpu.library import LIBRARY, fma_peak, instruction_set
 from kdn.ops.backends.cpu.memory import delta_memory
 
@@ -25,6 +27,11 @@ __all__ = [
     "fma_peak",
     "instruction_set",
     "isotropic_gain",
+    "rms_norm",
+    "short_convolution",
+    "softmax_loss_",
+    "softplus_decay",
+    "swiglu",
     "unavailable",
 ]
 

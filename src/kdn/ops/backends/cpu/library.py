@@ -119,6 +119,95 @@ class Decode(ctypes.Structure):
     )
 
 
+class Conv(ctypes.Structure):
+    """KdnConv."""
+
+    _fields_ = (
+        ("sequences", Sequences),
+        ("heads", ctypes.c_int64),
+        ("key", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("x", Rows),
+        ("weight", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+        ("activation", ctypes.c_int32),
+        ("unit", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("y", Rows),
+        ("d_y", Rows),
+        ("d_x", Rows),
+        ("d_weight", ctypes.c_void_p),
+        ("d_history", ctypes.c_void_p),
+    )
+
+
+class Decay(ctypes.Structure):
+    """KdnDecay."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("time", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("key", ctypes.c_int64),
+        ("f", Rows),
+        ("rate", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", Rows),
+        ("d_out", Rows),
+        ("d_f", Rows),
+        ("d_rate", ctypes.c_void_p),
+        ("d_bias", ctypes.c_void_p),
+    )
+
+
+class ReadOut(ctypes.Structure):
+    """KdnReadOut."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("time", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("x", Rows),
+        ("gate", Rows),
+        ("weight", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("silu", ctypes.c_int32),
+        ("y", Rows),
+        ("d_y", Rows),
+        ("d_x", Rows),
+        ("d_gate", Rows),
+        ("d_weight", ctypes.c_void_p),
+    )
+
+
+class SwiGLU(ctypes.Structure):
+    """KdnSwiGLU."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("time", ctypes.c_int64),
+        ("gate", Rows),
+        ("up", Rows),
+        ("y", Rows),
+        ("d_y", Rows),
+        ("d_gate", Rows),
+        ("d_up", Rows),
+    )
+
+
+class Loss(ctypes.Structure):
+    """KdnLoss."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("logits", Rows),
+        ("labels", ctypes.c_void_p),
+        ("loss", ctypes.c_void_p),
+        ("gradient", ctypes.c_int32),
+    )
+
+
 def _load() -> ctypes.CDLL | str:
     """The library, or one sentence saying why there is none."""
     # A list: an editable installation may keep the compiled file apart from the sources.
@@ -134,7 +223,7 @@ def _load() -> ctypes.CDLL | str:
         return f"its kernels do not load: {error}"
     library.kdn_isa.restype = ctypes.c_char_p
     library.kdn_fma_peak.restype = ctypes.c_double
-    library.kdn_chunk.restype = ctypes.c_int64
+    library.kdn_chunk.restype = library.kdn_piece.restype = ctypes.c_int64
     library.kdn_set_threads(_openmp_entry())
     return library
 
@@ -187,6 +276,13 @@ def _library() -> ctypes.CDLL:
 def chunk() -> int:
     """Tokens between the checkpoints of the backward passes."""
     length: int = _library().kdn_chunk()
+    return length
+
+
+@functools.cache
+def piece() -> int:
+    """Tokens of a task where no token needs the one before."""
+    length: int = _library().kdn_piece()
     return length
 
 
