@@ -1,29 +1,14 @@
 """What only the compiled kernels have: instruction sets, threads, decoding in place, types handed on."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import GAINS, assert_close, distance, make, rounded, run
 
 from kdn.ops import decode, delta_memory
-from kdn.ops.backends import cpu
-from kdn.ops.backends.cpu.library import LIBRARY, use_instruction_set
+from kdn.ops.backends.cpu.library import LIBRARY
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
-
-
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each compiled variant that this machine can run, by force."""
-    before = cpu.instruction_set()
-    try:
-        use_instruction_set(request.param)
-    except ValueError:
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    use_instruction_set(before)
 
 
 @pytest.mark.parametrize("gain", GAINS)

@@ -135,11 +135,11 @@ def softmax_loss_(logits: Tensor, labels: Tensor, *, gradient: bool) -> Tensor:
     done = _kernel("softmax_loss_", logits.device, logits, labels, gradient)
     if done is not None:
         return done
-    wide, label = logits.to(state_dtype(logits)), labels[:, None]
-    log_sum = wide.logsumexp(-1, keepdim=True)
-    loss = (log_sum - wide.gather(-1, label))[:, 0]
+    label = labels[:, None]
+    log_p = logits.log_softmax(-1, dtype=state_dtype(logits))
+    loss = -log_p.gather(-1, label)[:, 0]
     if gradient:
-        logits.copy_(wide.sub_(log_sum).exp_().scatter_add_(-1, label, wide.new_full(label.shape, -1.0)))
+        logits.copy_(log_p.exp_().scatter_add_(-1, label, log_p.new_full(label.shape, -1.0)))
     return loss
 
 
