@@ -137,7 +137,11 @@ def _piece(context: cp.Context, x: Tensor) -> Tensor:
 def _compare(
     group: Any, fields: dict[str, Any], length: int, dtype: torch.dtype, extra: str
 ) -> dict[str, float]:
-    """The largest differences on any rank between pieces and the whole."""
+    """The largest differences on any rank between pieces and the whole.
+
+    In bfloat16 both are far from what they stand for (a fifth, for the decay's gradient). There, a gradient's
+    difference is how much further from float64 the pieces are than the whole is.
+    """
     model = _model(fields, dtype)
     if extra == "stress":
         _stress(model)
@@ -145,6 +149,9 @@ def _compare(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids, targets = _tokens(length)
     whole = _run(model, ids, targets, ids.numel(), extra)
+    exact = None
+    if extra == "autocast":
+        exact = _run(_model(fields, torch.float64), ids, targets, ids.numel(), "")["grads"]
     context = cp.context_parallel(model, group)
     mine = _run(model, _piece(context, ids), _piece(context, targets), ids.numel(), extra)
 
@@ -161,7 +168,9 @@ def _compare(
         found["states"] = torch.stack([_difference(x, y) for x, y in ends if y.numel()]).max()
     for name, d in mine["grads"].items():
         dist.all_reduce(d, group=group)
-        found[name] = _difference(d, whole["grads"][name])
+        found[name] = _difference(d, whole["grads"][name] if exact is None else exact[name])
+        if exact is not None:
+            found[name] = (found[name] - _difference(whole["grads"][name], exact[name])).clamp_min(0)
     for x in found.values():
         dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
     return {name: float(x) for name, x in found.items()}
@@ -257,7 +266,7 @@ def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_compute_what_the_whole_does(found: dict[str, Any], case: str) -> None:
     dtype, extra = CASES[case][2:]
-    tolerance = {"autocast": 0.1}.get(extra, 1e-5 if dtype == torch.float32 else 1e-11)
+    tolerance = {"autocast": 0.05}.get(extra, 1e-5 if dtype == torch.float32 else 1e-11)
     wrong = {name: x for name, x in found[case].items() if not x <= tolerance}
     assert not wrong
 
