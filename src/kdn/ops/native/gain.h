@@ -85,12 +85,12 @@ KDN_INLINE void fill(float* to, float value, int64_t n, int64_t padded) {
 }
 
 // Asks for a row that will be needed. A head's rows lie pages apart, where the hardware does not look ahead
-// by itself. Into the second level: of rows a power of two apart the first holds only a few tokens'.
+// by itself..
 KDN_INLINE void fetch_row(const KdnRows& x, const Place& w, int64_t t) {
   if (x.data == nullptr) return;
   const int64_t size = x.type == KDN_FLOAT32 ? 4 : 2;
   const char* row = (const char*)x.data + w.row(x, t) * size;
-  for (int64_t i = 0; i < x.channels * size; i += 64) __builtin_prefetch(row + i, 0, 2);
+  for (int64_t i = 0; i < x.channels * size; i += 64) prefetch(row + i);
 }
 KDN_INLINE void fetch_inputs(const Place& w, int64_t t) {
   fetch_row(w.g.k, w, t);

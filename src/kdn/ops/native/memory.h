@@ -74,12 +74,11 @@ struct Where {
 // Asks for rows of a later tile. A head's rows lie pages apart, where the hardware does not look ahead by itself;
 // without this a third of the time is waiting for them. A tile is gone through several times, once for every few
 // columns; pass `part` of `parts` asks for its share of the tokens, so that requests come evenly.
-template <bool Write = false>
 KDN_INLINE void fetch_row(const KdnRows& x, const Where& w, int64_t t) {
   if (x.data == nullptr) return;
   const int64_t size = x.type == KDN_FLOAT32 ? 4 : 2;
   const char* row = (const char*)x.data + offset(x, w.batch, t, w.head) * size;
-  for (int64_t i = 0; i < x.channels * size; i += 64) __builtin_prefetch(row + i, Write, 2);
+  for (int64_t i = 0; i < x.channels * size; i += 64) prefetch(row + i);
 }
 struct Fetch {
   const Where& w;
@@ -204,8 +203,7 @@ KDN_INLINE void sweep(float* s, int64_t stride, int64_t key, Factors f, const Ve
       KDN_UNROLL
       for (int j = 0; j < M; ++j) add[c][j] = r[c][j];
   const float *decay = f.decay(), *gains = f.gains();
-  for (int64_t i = 0; i < key; ++i) {
-    Vec row[M];
+  auto get = [&](int64_t i, Vec* row) {
     KDN_UNROLL
     for (int j = 0; j < M; ++j) row[j] = load(s + i * stride + j * L);
     if constexpr (Write) {
@@ -221,6 +219,8 @@ KDN_INLINE void sweep(float* s, int64_t stride, int64_t key, Factors f, const Ve
       KDN_UNROLL
       for (int j = 0; j < M; ++j) store(s + i * stride + j * L, row[j]);
     }
+  };
+  auto use = [&](int64_t i, const Vec* row) {
     if constexpr (Read)
       KDN_UNROLL
       for (int c = 0; c < C; ++c) {
@@ -228,7 +228,18 @@ KDN_INLINE void sweep(float* s, int64_t stride, int64_t key, Factors f, const Ve
         KDN_UNROLL
         for (int j = 0; j < M; ++j) sum[c][j] += x * row[j];
       }
+  };
+  // A row is used one step after it is made: neither then waits for the other, a tenth of the time.
+  Vec last[M];
+  get(0, last);
+  for (int64_t i = 1; i < key; ++i) {
+    Vec row[M];
+    get(i, row);
+    use(i - 1, last);
+    KDN_UNROLL
+    for (int j = 0; j < M; ++j) last[j] = row[j];
   }
+  use(key - 1, last);
   if constexpr (Read)
     KDN_UNROLL
     for (int c = 0; c < C; ++c)
@@ -249,15 +260,25 @@ KDN_INLINE void substitute(Vec (*r)[N], const float* pairs) {
     }
 }
 
+// Rows of one token each, as they lie in a tensor or in a copy.
+template <typename Float>
+struct RowsAt {
+  Float* first;
+  int64_t stride;
+  RowsAt from(int64_t token, int64_t column = 0) const { return {first + token * stride + column, stride}; }
+};
+using Values = RowsAt<const float>;
+using Outputs = RowsAt<float>;
+
 // What a mini-chunk writes and answers, from what its keys and queries read: R and O.
 template <int M, bool Keys>
-KDN_INLINE void answer(Vec (*r)[M], const Vec (*seen)[M], Factors f, const float* v, float* o, int64_t columns) {
+KDN_INLINE void answer(Vec (*r)[M], const Vec (*seen)[M], Factors f, Values v, Outputs o) {
   const float* pairs = f.pairs();
   KDN_UNROLL
   for (int c = 0; c < 4; ++c)
     KDN_UNROLL
     for (int j = 0; j < M; ++j) {
-      r[c][j] = load(v + c * columns + j * L);
+      r[c][j] = load(v.first + c * v.stride + j * L);
       if constexpr (Keys) r[c][j] -= seen[c][j];
     }
   if constexpr (Keys) substitute<M>(r, pairs);
@@ -273,14 +294,14 @@ KDN_INLINE void answer(Vec (*r)[M], const Vec (*seen)[M], Factors f, const float
       for (int j = 0; j < M; ++j) out[j] += a * r[d][j];
     }
     KDN_UNROLL
-    for (int j = 0; j < M; ++j) store(o + c * columns + j * L, out[j]);
+    for (int j = 0; j < M; ++j) store(o.first + c * o.stride + j * L, out[j]);
   }
 }
 
 // All mini-chunks of a tile on M vectors of columns. `before(i)` is called before each.
 template <int M, bool Keys, typename Before>
 KDN_INLINE void through_tile(float* s, int64_t stride, int64_t key, const float* factors, int64_t width,
-                             int64_t minis, const float* v, float* o, int64_t columns, Before&& before) {
+                             int64_t minis, Values v, Outputs o, Before&& before) {
   constexpr int C = Keys ? 8 : 4;
   auto at = [&](int64_t i) { return Factors{const_cast<float*>(factors) + i * Factors::size(width), width}; };
   auto rows = [&](int64_t i) { return Keys ? at(i).keys() : at(i).queries(); };  // queries follow the keys
@@ -288,7 +309,7 @@ KDN_INLINE void through_tile(float* s, int64_t stride, int64_t key, const float*
   sweep<C, M, false, true>(s, stride, key, at(0), r, rows(0), seen);
   for (int64_t i = 0; i < minis; ++i) {
     before(i);
-    answer<M, Keys>(r, seen, at(i), v + i * MINI * columns, o + i * MINI * columns, columns);
+    answer<M, Keys>(r, seen, at(i), v.from(i * MINI), o.from(i * MINI));
     if (i + 1 < minis)
       sweep<C, M, true, true>(s, stride, key, at(i), r, rows(i + 1), seen);
     else
@@ -348,12 +369,22 @@ KDN_INLINE void forward_tile(const Where& w, int64_t tile, int64_t first, int64_
     Tokens x = load_tokens(tokens, w, t + i * MINI);
     make_factors(Factors{factors + i * Factors::size(w.width), w.width}, x, m.scale);
   }
-  for (int64_t i = 0; i < minis * MINI; ++i) {
-    if (i < count)
-      load_row(values + i * w.columns, m.v, offset(m.v, w.batch, t + i, w.head), w.columns);
-    else
-      std::memset(values + i * w.columns, 0, w.columns * 4);
-  }
+  // Whole mini-chunks of float32 in full vectors are read and written where they lie.
+  auto in_place = [&](const KdnRows& x) {
+    return x.type == KDN_FLOAT32 && x.channels == w.columns && count % MINI == 0;
+  };
+  Values v{values, w.columns};
+  if (in_place(m.v))
+    v = {(const float*)m.v.data + offset(m.v, w.batch, t, w.head), m.v.time};
+  else
+    for (int64_t i = 0; i < minis * MINI; ++i) {
+      if (i < count)
+        load_row(values + i * w.columns, m.v, offset(m.v, w.batch, t + i, w.head), w.columns);
+      else
+        std::memset(values + i * w.columns, 0, w.columns * 4);
+    }
+  Outputs o{outputs, w.columns};
+  if (in_place(m.out)) o = {(float*)m.out.data + offset(m.out, w.batch, t, w.head), m.out.time};
   int64_t part = 0;
   blocks(first, last, [&](auto n, int64_t at) {
     float* s = state + (at - first) * w.width;
@@ -363,17 +394,18 @@ KDN_INLINE void forward_tile(const Where& w, int64_t tile, int64_t first, int64_
       auto before = [&](int64_t i) {
         later.tokens(i, [&](int64_t t) {
           later.inputs(t);
-          fetch_row<true>(m.out, next, t);
+          fetch_row(m.out, next, t);
         });
       };
-      const float* v = values + at + j * L;
-      float* o = outputs + at + j * L;
+      const Values vs = v.from(0, at + j * L);
+      const Outputs os = o.from(0, at + j * L);
       if (m.k.data)
-        through_tile<M, true>(s + j * L, N * L, m.key, factors, w.width, minis, v, o, w.columns, before);
+        through_tile<M, true>(s + j * L, N * L, m.key, factors, w.width, minis, vs, os, before);
       else
-        through_tile<M, false>(s + j * L, N * L, m.key, factors, w.width, minis, v, o, w.columns, before);
+        through_tile<M, false>(s + j * L, N * L, m.key, factors, w.width, minis, vs, os, before);
     }
   });
+  if (o.first != outputs) return;
   KdnRows mine = m.out;  // this task's columns
   mine.channels = (int32_t)((last < m.value ? last : m.value) - first);
   for (int64_t i = 0; i < count; ++i)

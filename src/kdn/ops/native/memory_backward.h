@@ -397,7 +397,7 @@ void back_columns(const Where& w, int64_t chunk, int64_t first, int64_t last, fl
       later.tokens(i, [&](int64_t t) {
         later.inputs(t);
         fetch_row(m.d_out, next, t);
-        for (const KdnRows* out : {&m.d_q, &m.d_k, &m.d_v, &m.d_gain, &m.d_decay}) fetch_row<true>(*out, next, t);
+        for (const KdnRows* out : {&m.d_q, &m.d_k, &m.d_v, &m.d_gain, &m.d_decay}) fetch_row(*out, next, t);
       });
       const Factors f{room.factors + i * Factors::size(n), n};
       const FactorGradients g{gradients(at) + i * FactorGradients::size(n), n};

@@ -30,6 +30,18 @@ KDN_INLINE void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 // x − 0 is x for every x, −0 and NaN included, so this compiles to a broadcast alone.
 KDN_INLINE Vec splat(float x) { return x - Vec{}; }
 
+// Asks for a cache line, into the second level: of rows a power of two apart the first holds only a few. By assembly,
+// since GCC takes a function that does nothing but __builtin_prefetch for one without effect, and drops its calls.
+KDN_INLINE void prefetch(const void* p) {
+#if defined(__x86_64__) || defined(__i386__)
+  __asm__ volatile("prefetcht1 %0" : : "m"(*(const char*)p));
+#elif defined(__aarch64__)
+  __asm__ volatile("prfm pldl1keep, %0" : : "Q"(*(const char*)p));
+#else
+  __builtin_prefetch(p);
+#endif
+}
+
 KDN_INLINE float sum(Vec x) {
   // Halves added until one lane is left: a fixed order, the same at every call.
   float lanes[L];
