@@ -3,10 +3,11 @@
     python benchmarks/accelerator.py            (from a checkout, installed or with PYTHONPATH=src)
 
 Operations of the `torch` backend in float32 on the accelerator against `reference` in float64 on the CPU, outputs and
-gradients; then a training step, a compiled one, and generation of a tiny model. Times are printed for orientation: they
-are of plain PyTorch, there are no kernels of our own for GPUs yet.
+gradients; every layer likewise; then a training step, a compiled one, and generation of a tiny model. Times are
+printed for orientation: they are of plain PyTorch, there are no kernels of our own for GPUs yet.
 """
 
+import copy
 import importlib.util
 import time
 
@@ -75,6 +76,25 @@ def speed(device: torch.device) -> None:
     )
 
 
+def layers(device: torch.device) -> None:
+    """Every mixer in float32 against itself in float64 on the CPU: output and the input's gradient."""
+    from kdn.mixers import MIXERS, make_mixer
+
+    for name in MIXERS:
+        torch.manual_seed(0)
+        wide = make_mixer(name, hidden_size=64, num_heads=2, head_dim=32).double()
+        narrow = copy.deepcopy(wide).float().to(device)
+        x = torch.randn(2, 70, 64, dtype=torch.float64)
+        found = []
+        for mixer, given in ((narrow, x.float().to(device)), (wide, x)):
+            given.requires_grad_()
+            y, _ = mixer(given)
+            found.append((y, *torch.autograd.grad(y.square().sum(), given)))
+        worst = max(off(a, b) for a, b in zip(*found, strict=True))
+        print(f"{name:<18} worst relative error {worst:.1e}")
+        assert worst < 1e-4, "float32 must be within 1e-4 of float64"
+
+
 def models(device: torch.device) -> None:
     from kdn import KDNForCausalLM
     from kdn.mixers import MIXERS
@@ -107,6 +127,7 @@ def main() -> None:
         raise SystemExit("no accelerator here")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device.type == 'cuda' else device}")
     operations(device)
+    layers(device)
     speed(device)
     if importlib.util.find_spec("transformers"):
         models(device)

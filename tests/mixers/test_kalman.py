@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kdn.mixers import DiagonalKDN, ExactKDN, IsotropicKDN
-from kdn.mixers.delta import KalmanMixer
+from kdn.mixers.kalman import KalmanMixer
 
 Array = NDArray[np.float64]
 HIDDEN, H, K = 24, 2, 8

@@ -103,6 +103,7 @@ struct Case {
   KdnReadOut read_out{};
   KdnSwiGLU swiglu{};
   KdnLoss loss{};
+  KdnRows weight{}, row{}, bias{}, product{};
 
   KdnType type() { return heads_up() ? KDN_FLOAT32 : KDN_BFLOAT16; }
 
@@ -231,6 +232,12 @@ struct Case {
     swiglu.gate = flat_rows(false), swiglu.up = flat_rows(false), swiglu.d_y = flat_rows(false);
     swiglu.y = flat_rows(true), swiglu.d_gate = flat_rows(true), swiglu.d_up = flat_rows(true);
 
+    const KdnType same = type();
+    weight = rows(arena, {1, value, 1}, key, same, -2, 2, false);
+    row = rows(arena, {1, 1, 1}, key, same, -2, 2, false);
+    if (heads_up()) bias = rows(arena, {1, 1, 1}, value, same, -2, 2, false);
+    product = rows(arena, {1, 1, 1}, value, same, 0, 0, true);
+
     loss.rows = s.time;
     loss.logits = rows(arena, {1, s.time, 1}, value, type(), -90, 90, false);
     arena.results.push_back(arena.blocks.back().get());  // written in place
@@ -284,6 +291,8 @@ struct Case {
     kdn_swiglu_forward(&swiglu, threads);
     kdn_swiglu_backward(&swiglu, threads);
     kdn_softmax_loss(&loss, threads);
+    kdn_matrix_vector(weight.data, weight.time, product.channels, row.channels, row.data, bias.data, product.data, (KdnType)weight.type,
+                      threads);
   }
 };
 

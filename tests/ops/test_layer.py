@@ -168,6 +168,27 @@ def test_swiglu(by: None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(layer.swiglu, lambda g, u: g * torch.sigmoid(g) * u, *inputs, bound=BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (5, 37), (200, 768), (64, 64)])
+@torch.no_grad()
+def test_linear_of_row(by: None, rows: int, n: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (
+        normal(1, 1, n, dtype=dtype),
+        normal(rows, 2 * n, dtype=dtype)[:, :n],
+        normal(rows, dtype=dtype),
+    )
+    for given in (None, bias):
+        wanted = weight.double() @ x.double().view(-1) + (0 if given is None else given.double())
+        found = layer.linear_of_row(x, weight, given)
+        assert found.shape == (1, 1, rows) and found.dtype == dtype
+        assert (found.view(-1).double() - wanted).norm() <= BOUNDS[dtype] * wanted.norm()
+    turned = weight.t().contiguous().t()  # its rows are not in one piece
+    assert torch.allclose(
+        layer.linear_of_row(x, turned).float(), layer.linear_of_row(x, weight).float(), 0.02, 0.02
+    )
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("classes", [1, 5, 16, 1003])
@@ -227,6 +248,8 @@ def test_every_instruction_set(instructions: str) -> None:
     logits, labels = normal(5, 1000), torch.arange(5)
     loss = layer.softmax_loss_(logits.clone(), labels, gradient=False)
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+    x, weight = normal(70), normal(50, 70)
+    torch.testing.assert_close(layer.linear_of_row(x, weight), weight @ x)
 
 
 def test_graphs_hold_the_kernels_and_gradients_are_the_same() -> None:

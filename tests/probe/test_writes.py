@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kdn.mixers.delta import KalmanMixer
+from kdn.mixers.kalman import KalmanMixer
 from kdn.models import KDNCache, KDNForCausalLM
 from kdn.models.modeling import Uncertainty
 from kdn.models.presets import preset

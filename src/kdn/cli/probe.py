@@ -238,7 +238,7 @@ def _curves(
     runs: list[_Run], tokens: "Tensor", scales: list[float], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Probe every model, one in memory at a time."""
-    from kdn.mixers.delta import KalmanMixer
+    from kdn.mixers.kalman import KalmanMixer
     from kdn.probe.report import probe_writes
     from kdn.progress import progress
 

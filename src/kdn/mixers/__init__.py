@@ -6,10 +6,11 @@
 `state` is a NamedTuple of tensors (None: the start) that a later call continues from; with `cu_seqlens`
 several sequences lie one after another in x, B is 1, and states have one row per sequence.
 
-    delta.py       the delta-rule family: linear attention, DeltaNet, Gated DeltaNet, KDA, GDN-2 and the KDNs
+    delta.py       the delta-rule family: linear attention, DeltaNet, Gated DeltaNet, KDA, GDN-2
+    kalman.py      of that family, the KDNs
     mamba3.py      Mamba-3, SISO and MIMO
     attention.py   softmax attention with rotary embedding, optionally in a sliding window
-    parts.py       short convolutions, low-rank projections, normalisation
+    parts.py       what they are made of: linear layers, norms, short convolutions
 """
 
 import difflib
@@ -27,12 +28,10 @@ from kdn.mixers.delta import (
     KDA,
     DeltaNet,
     DeltaState,
-    DiagonalKDN,
-    ExactKDN,
     GatedDeltaNet,
-    IsotropicKDN,
     LinearAttention,
 )
+from kdn.mixers.kalman import DiagonalKDN, ExactKDN, IsotropicKDN
 from kdn.mixers.mamba3 import Mamba3MIMO, Mamba3SISO, Mamba3State
 
 __all__ = [

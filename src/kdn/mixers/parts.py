@@ -9,33 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdn.ops.layer import last_inputs, rms_norm, short_convolution
+from kdn.ops.layer import last_inputs, linear_of_row, rms_norm, short_convolution
 
 __all__ = ["Linear", "RMSNorm", "ShortConvolution", "decay_parameters", "low_rank", "softplus_inverse"]
 
 
 class Linear(nn.Linear):
-    """nn.Linear that decodes faster on CPUs: one row in bfloat16 is a product with a vector there.
+    """nn.Linear that decodes faster on CPUs.
 
-    For a matrix of one row PyTorch takes the matrix product, which rearranges the weights first; its product
-    with a vector reads them as they lie, in about half the time. Other rows, dtypes and devices, training
-    and compiled graphs get nn.Linear.
+    For a matrix of one row PyTorch takes a matrix product, which rearranges the weights first; a product with a
+    vector reads them once, as they lie. Other rows and devices, training, autocast and compiled graphs get nn.Linear.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
         if (
-            weight.dtype is torch.bfloat16
-            and x.dtype is torch.bfloat16
-            and x.numel() == self.in_features
+            x.numel() == self.in_features
             and x.is_cpu
+            and x.dtype is self.weight.dtype
+            and (self.bias is None or x.dtype is self.bias.dtype)
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
         ):
-            row = x.reshape(-1)
-            y = torch.mv(weight, row) if self.bias is None else torch.addmv(self.bias, weight, row)
-            return y.view(*x.shape[:-1], -1)
-        return F.linear(x, weight, self.bias)
+            return linear_of_row(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -4,6 +4,7 @@
     softplus_decay      log α from a projection
     rms_norm            in front of a layer; with a gate, after the memory
     swiglu              in the feed-forward
+    linear_of_row       each projection, while one sequence decodes
     softmax_loss_       at the head, with its gradient
 
 They are no operations of their own right: any PyTorch code does the same, and here it stands. But a backend may have
@@ -23,6 +24,7 @@ from kdn.ops.precision import state_dtype
 __all__ = [
     "continued",
     "last_inputs",
+    "linear_of_row",
     "rms_norm",
     "short_convolution",
     "softmax_loss_",
@@ -115,6 +117,12 @@ def rms_norm(
     if gate is not None:
         y = y * (F.silu(gate) if silu else gate.sigmoid())
     return y.to(dtype)
+
+
+def linear_of_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of one row, without gradients. x: [..., n] with n numbers in all, of the weight's dtype."""
+    done = _kernel("linear_of_row", x.device, x, weight, bias)
+    return F.linear(x, weight, bias) if done is None else done
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

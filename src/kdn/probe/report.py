@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kdn.mixers.delta import KalmanMixer
+from kdn.mixers.kalman import KalmanMixer
 from kdn.probe.writes import effective_writes
 
 __all__ = ["BINS", "by_token", "default_scales", "distribution", "probe_writes", "scale_name"]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kdn.mixers.delta import DeltaMixer, KalmanMixer
+from kdn.mixers.delta import DeltaMixer
+from kdn.mixers.kalman import KalmanMixer
 from kdn.ops import decode
 from kdn.ops.precision import state_dtype
 

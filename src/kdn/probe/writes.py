@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kdn.mixers.delta import DeltaMixer, KalmanMixer, Write
+from kdn.mixers.delta import DeltaMixer, Write
+from kdn.mixers.kalman import KalmanMixer
 
 __all__ = ["effective_writes", "gains_watched", "info_scale_set"]
 

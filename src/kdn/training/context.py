@@ -36,7 +36,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kdn.mixers import MIXERS
 from kdn.mixers.attention import Attention, AttentionState, rotate
-from kdn.mixers.delta import DeltaMixer, DeltaState, ExactKDN, KalmanMixer, Write
+from kdn.mixers.delta import DeltaMixer, DeltaState, Write
+from kdn.mixers.kalman import ExactKDN, KalmanMixer
 from kdn.ops import delta_memory
 from kdn.ops.checks import per_head
 from kdn.ops.precision import state_dtype, without_autocast

@@ -57,6 +57,13 @@ void kdn_read_out_forward(const KdnReadOut* r, int threads) { kdn::current()->re
 void kdn_read_out_backward(const KdnReadOut* r, int threads) { kdn::current()->read_out_backward(r, threads); }
 void kdn_swiglu_forward(const KdnSwiGLU* s, int threads) { kdn::current()->swiglu_forward(s, threads); }
 void kdn_swiglu_backward(const KdnSwiGLU* s, int threads) { kdn::current()->swiglu_backward(s, threads); }
+void kdn_matrix_vector(const void* weight, int64_t stride, int64_t rows, int64_t n, const void* x, const void* bias, void* y,
+                       KdnType type, int threads) {
+  auto row = [&](const void* data, int64_t channels) {
+    return KdnRows{const_cast<void*>(data), 0, stride, 0, type, (int32_t)channels};
+  };
+  kdn::current()->matrix_vector(row(weight, n), row(x, n), row(bias, rows), row(y, rows), threads);
+}
 void kdn_softmax_loss(const KdnLoss* l, int threads) { kdn::current()->softmax_loss(l, threads); }
 void kdn_diagonal_forward(const KdnGain* g, int threads) { kdn::current()->gain[0][0](g, threads); }
 void kdn_diagonal_backward(const KdnGain* g, int threads) { kdn::current()->gain[0][1](g, threads); }

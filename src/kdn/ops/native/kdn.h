@@ -166,6 +166,10 @@ KDN_API void kdn_read_out_forward(const KdnReadOut*, int threads);
 KDN_API void kdn_read_out_backward(const KdnReadOut*, int threads);
 KDN_API void kdn_swiglu_forward(const KdnSwiGLU*, int threads);
 KDN_API void kdn_swiglu_backward(const KdnSwiGLU*, int threads);
+// y = W x + b: W [rows, n], `stride` numbers from row to row; x, b (or nullptr) and y are of W's type. No struct, since
+// one row of a small matrix is done sooner than a struct is filled from Python.
+KDN_API void kdn_matrix_vector(const void* weight, int64_t stride, int64_t rows, int64_t n, const void* x, const void* bias,
+                               void* y, KdnType type, int threads);
 KDN_API void kdn_softmax_loss(const KdnLoss*, int threads);
 KDN_API void kdn_diagonal_forward(const KdnGain*, int threads);
 KDN_API void kdn_diagonal_backward(const KdnGain*, int threads);

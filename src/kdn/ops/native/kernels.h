@@ -8,6 +8,7 @@
 #include "gain.h"
 #include "layer.h"
 #include "loss.h"
+#include "matvec.h"
 #include "memory_backward.h"
 #include "table.h"
 
@@ -89,6 +90,7 @@ constexpr kdn::Kernels kernels(const char* name) {
           layer::each_piece<KdnReadOut, layer::read_out_backward>,
           layer::swiglu<layer::swiglu_forward>,
           layer::swiglu<layer::swiglu_backward>,
+          matrix_vector,
           softmax_loss,
           {{each_group<diagonal_forward>, each_group<diagonal_backward>},
            {each_group<isotropic_forward>, each_group<isotropic_backward>},

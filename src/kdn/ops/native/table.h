@@ -17,6 +17,7 @@ struct Kernels {
   void (*read_out_backward)(const KdnReadOut*, int);
   void (*swiglu_forward)(const KdnSwiGLU*, int);
   void (*swiglu_backward)(const KdnSwiGLU*, int);
+  void (*matrix_vector)(const KdnRows& weight, const KdnRows& x, const KdnRows& bias, const KdnRows& y, int);
   void (*softmax_loss)(const KdnLoss*, int);
   void (*gain[3][2])(const KdnGain*, int);  // [diagonal, isotropic, exact][forward, backward]
   double (*fma_peak)();

@@ -13,7 +13,14 @@ import torch
 
 from kdn.ops.backends.cpu.decode import decode
 from kdn.ops.backends.cpu.gain import diagonal_gain, exact_gain, isotropic_gain
-from kdn.ops.backends.cpu.layer import rms_norm, short_convolution, softmax_loss_, softplus_decay, swiglu
+from kdn.ops.backends.cpu.layer import (
+    linear_of_row,
+    rms_norm,
+    short_convolution,
+    softmax_loss_,
+    softplus_decay,
+    swiglu,
+)
 from kdn.ops.backends.cpu.library import LIBRARY, fma_peak, instruction_set
 from kdn.ops.backends.cpu.memory import delta_memory
 
@@ -27,6 +34,7 @@ __all__ = [
     "fma_peak",
     "instruction_set",
     "isotropic_gain",
+    "linear_of_row",
     "rms_norm",
     "short_convolution",
     "softmax_loss_",

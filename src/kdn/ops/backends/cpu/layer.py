@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdn.ops.backends.cpu.library import Conv, Decay, Described, Loss, ReadOut, SwiGLU, call, piece, served
+from kdn.ops.backends.cpu.library import (
+    Conv,
+    Decay,
+    Described,
+    Loss,
+    ReadOut,
+    SwiGLU,
+    call,
+    matrix_vector,
+    piece,
+    served,
+)
 from kdn.ops.checks import sequence_offsets
 from kdn.ops.operators import like, sequence_count, wants_gradient
 
@@ -275,6 +286,18 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
     if not served(gate, up):
         return None
     y: Tensor = (_swiglu if _plain(gate, up) else _swiglu_operator)(gate, up)
+    return y
+
+
+# --- linear layers of one row ---
+
+
+def linear_of_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    ordinary = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
+    if not ordinary or not served(x) or weight.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
+        return None
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    matrix_vector(weight, x if x.is_contiguous() else x.contiguous(), bias, y)
     return y
 
 

@@ -224,6 +224,17 @@ def _load() -> ctypes.CDLL | str:
     library.kdn_isa.restype = ctypes.c_char_p
     library.kdn_fma_peak.restype = ctypes.c_double
     library.kdn_chunk.restype = library.kdn_piece.restype = ctypes.c_int64
+    pointer, whole = ctypes.c_void_p, ctypes.c_int64
+    library.kdn_matrix_vector.argtypes = (
+        pointer,
+        whole,
+        whole,
+        whole,
+        pointer,
+        pointer,
+        pointer,
+        *[ctypes.c_int] * 2,
+    )
     library.kdn_set_threads(_openmp_entry())
     return library
 
@@ -288,6 +299,15 @@ def piece() -> int:
 
 def call(name: str, arguments: ctypes.Structure) -> None:
     getattr(_library(), name)(ctypes.byref(arguments), torch.get_num_threads())
+
+
+def matrix_vector(weight: Tensor, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y = weight x + bias, all of one type that is served; x, bias and y contiguous."""
+    rows, n = weight.shape
+    at = None if bias is None else bias.data_ptr()
+    type_, threads = _TYPES[y.dtype], torch.get_num_threads()
+    to = (weight.data_ptr(), weight.stride(0), rows, n, x.data_ptr(), at, y.data_ptr(), type_, threads)
+    _library().kdn_matrix_vector(*to)
 
 
 def served(*tensors: Tensor | None) -> bool:
