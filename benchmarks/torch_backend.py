@@ -95,10 +95,11 @@ def time_table(repeats: int) -> None:
                 if name != "transformers" or length <= LONGEST_PEER:
                     samples[name].append(seconds(run, x))
         median = {name: statistics.median(s[1:]) for name, s in samples.items() if s}
-        peer = median.get("transformers", float("nan"))
-        cells = (
-            f"{median[name]:.3f} ({median[name] / peer:.2f}x)" if name in median else "–" for name in runs
-        )
+        peer = median.get("transformers")
+        cells = []
+        for name in runs:
+            ratio = f" ({median[name] / peer:.2f}x)" if name in median and peer else ""
+            cells.append(f"{median[name]:.3f}{ratio}" if name in median else "–")
         per_token = median["Diagonal KDN"] / length * 1e6
         print(f"{length:>7} " + "".join(f"{c:>28}" for c in cells) + f"{per_token:>20.1f}", flush=True)
 
