@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kdn.mixers.parts import Linear, RMSNorm
 from kdn.ops import layer
 from kdn.ops.backends import cpu
 
@@ -320,3 +321,78 @@ def test_fake_tensors_do_not_reach_the_kernels() -> None:
         x, gate = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8)
         out = everything(x, gate, torch.ones(8), torch.ones(24, 4), torch.ones(3), torch.zeros(24))
     assert out.shape == (2, 5, 24)
+
+
+# --- where the kernels must step aside ---
+
+
+def layers_of_a_block(x: Tensor) -> Tensor:
+    return layer.swiglu(layer.rms_norm(x, torch.ones(8), 1e-5), x)
+
+
+def test_forward_mode_and_functional_transforms_see_what_is_computed() -> None:
+    x, direction = torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+    step = 1e-3
+    expected = (layers_of_a_block(x + step * direction) - layers_of_a_block(x - step * direction)) / (
+        2 * step
+    )
+    with torch.autograd.forward_ad.dual_level():
+        out = layers_of_a_block(torch.autograd.forward_ad.make_dual(x, direction))
+        tangent = torch.autograd.forward_ad.unpack_dual(out).tangent
+    torch.testing.assert_close(tangent, expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(torch.func.functionalize(layers_of_a_block)(x), layers_of_a_block(x))
+    rows = torch.randn(4, 1, 3, 8)
+    torch.testing.assert_close(
+        torch.func.vmap(layers_of_a_block)(rows), torch.stack([layers_of_a_block(r) for r in rows])
+    )
+
+
+@torch.no_grad()
+def test_traces_hold_what_is_computed() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, y = torch.randn(2, 1, 3, 8)
+    linear = Linear(8, 4)
+    for traced in (make_fx(layers_of_a_block)(x), torch.jit.trace(layers_of_a_block, x)):
+        torch.testing.assert_close(traced(y), layers_of_a_block(y))
+    row = torch.randn(1, 8)
+    torch.testing.assert_close(torch.jit.trace(linear, torch.randn(1, 8))(row), linear(row))
+
+
+@torch.no_grad()
+def test_shapes_and_devices_that_do_not_fit_are_pytorchs_errors() -> None:
+    x = torch.randn(2, 4, 8)
+    with pytest.raises(RuntimeError):
+        layer.swiglu(x, torch.randn(2, 4, 24))
+    assert torch.equal(layer.swiglu(x, x[..., :1]), torch.nn.functional.silu(x) * x[..., :1])
+    with pytest.raises(ValueError, match="one per row"):
+        layer.softmax_loss_(torch.randn(50, 8), torch.zeros(2).long(), gradient=True)
+    with pytest.raises(RuntimeError):
+        layer.rms_norm(x, torch.ones(4), 1e-5)
+    with pytest.raises(RuntimeError):
+        Linear(6, 4)(torch.randn(2, 3))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        Linear(8, 8, device="meta")(torch.randn(1, 8))
+    with pytest.raises(RuntimeError):
+        RMSNorm(8, eps=1e-5, device="meta")(torch.randn(1, 2, 8))
+    given, weight = torch.randn(2, 4, 3, 8), torch.randn(24, 4)
+    with pytest.raises(RuntimeError):
+        layer.short_convolution(given, torch.randn(8, 4))
+    with pytest.raises(RuntimeError):
+        layer.short_convolution(given, weight, torch.randn(3, 3, 24))
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-5, "elementwise_affine": False}])
+def test_norm_takes_what_pytorchs_takes(options: dict[str, object]) -> None:
+    x = torch.randn(2, 3, 4, 8)
+    for shape in (8, (4, 8)):
+        ours, theirs = RMSNorm(shape, **options), torch.nn.RMSNorm(shape, **options)
+        torch.testing.assert_close(ours(x), theirs(x))
+    assert RMSNorm(8, eps=1e-5, device="meta")(x.to("meta")).shape == x.shape
+
+
+def test_far_gates_are_closed() -> None:
+    gate = torch.tensor([-1e37, -200.0, 200.0, 1e37]).view(1, 1, 4)
+    torch.testing.assert_close(
+        layer.swiglu(gate, torch.ones(1, 1, 4)).flatten(), torch.tensor([0.0, 0.0, 200.0, 1e37])
+    )

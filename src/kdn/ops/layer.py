@@ -140,6 +140,10 @@ def softmax_loss_(logits: Tensor, labels: Tensor, *, gradient: bool) -> Tensor:
 
     logits: [N, V]. labels: [N]. Without `gradient`, what is left in logits means nothing.
     """
+    if labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"labels must be [{logits.shape[0]}], one per row of logits, got {list(labels.shape)}"
+        )
     done = _kernel("softmax_loss_", logits.device, logits, labels, gradient)
     if done is not None:
         return done

@@ -59,9 +59,9 @@ KDN_INLINE Vec convolve(const float* rows, const float* taps, int64_t width, int
   return c;
 }
 KDN_INLINE Vec sigmoid(Vec x) {
-  const Vec low = splat(-80.f);
+  const Vec low = splat(-87.f);
   const Vec y = splat(1.f) / (splat(1.f) + exp(-(x > low ? x : low)));
-  return x == x ? y : x;  // NaN stays NaN
+  return x == x ? (x > low ? y : Vec{}) : x;  // NaN stays NaN
 }
 
 template <int64_t Back>
@@ -140,9 +140,9 @@ void backward(const KdnConv& a, int64_t task) {
     }
     for (int64_t i = 0; i < n; i += L)
       for (int64_t p = 0; p <= back; ++p) {
-        Vec sum = load(d_taps + p * n + i);
+        Vec sum{};  // a tile's own, so that a long sequence's sum keeps its digits
         for (int64_t t = 0; t < count; ++t) sum += load(dc + t * n + i) * load(rows + (t + p) * n + i);
-        store(d_taps + p * n + i, sum);
+        store(d_taps + p * n + i, load(d_taps + p * n + i) + sum);
       }
     // Rows of the tile, whose dc and those after it are all there now; their own history at the sequence's start.
     auto d_input = [&](int64_t t) {

@@ -138,7 +138,7 @@ struct KdnSwiGLU {
   KdnRows d_y, d_gate, d_up;
 };
 
-// Cross entropy of rows of logits [rows, classes], which become its gradient if asked for, or stay as they are.
+// Cross entropy of rows of logits [rows, classes], which become its gradient if asked for.
 struct KdnLoss {
   int64_t rows;
   KdnRows logits;  // its batch and head are not used

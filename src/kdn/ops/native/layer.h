@@ -56,9 +56,10 @@ inline void decay_forward(const KdnDecay& a, int64_t task) {
 inline void decay_backward(const KdnDecay& a, int64_t task) {
   const Place w(a.heads, a.key, task);
   const int64_t n = w.width;
-  float *bias = kdn::scratch(5 * n), *x = bias + n, *d = x + n, *d_bias = d + n, *d_rate = d_bias + n;
+  float *bias = kdn::scratch(7 * n), *x = bias + n, *d = x + n, *d_bias = d + n, *d_rate = d_bias + n;
+  float* total = d_rate + n;  // of d_bias and d_rate over the pieces before, so that long sums keep their digits
   load_plain(bias, a.bias + w.head * a.key, a.key, n);
-  std::memset(d_bias, 0, 2 * n * 4);
+  std::memset(d_bias, 0, 4 * n * 4);
   const Vec rate = splat(-a.rate[w.head]);
   for (int64_t t = 0; t < a.time; ++t) {
     load_row(x, a.f, w.row(a.f, t), n);
@@ -70,11 +71,15 @@ inline void decay_backward(const KdnDecay& a, int64_t task) {
       store(x + i, d_f);
     }
     store_row(a.d_f, w.row(a.d_f, t), x);
+    if ((t + 1) % KDN_PIECE == 0 || t + 1 == a.time) {
+      for (int64_t i = 0; i < 2 * n; i += L) store(total + i, load(total + i) + load(d_bias + i));
+      std::memset(d_bias, 0, 2 * n * 4);
+    }
   }
-  float total = 0;
-  for (int64_t i = 0; i < a.key; ++i) total += d_rate[i];
-  a.d_rate[task] = total;
-  std::memcpy(a.d_bias + task * a.key, d_bias, a.key * 4);
+  float sum_of_rate = 0;
+  for (int64_t i = 0; i < a.key; ++i) sum_of_rate += total[n + i];
+  a.d_rate[task] = sum_of_rate;
+  std::memcpy(a.d_bias + task * a.key, total, a.key * 4);
 }
 
 KDN_INLINE float mean_root(const float* x, int64_t n, int64_t channels, float eps) {

@@ -1,8 +1,11 @@
 """What stands around the memory in a model (`kdn.ops.layer`), each step in one pass over the data.
 
 Every step is an operator with a gradient, for autograd and graphs. Where neither is wanted its function is called as it
-is: an operator's call by itself takes longer than a kernel does for one token. The functions return None for
-tensors that the kernels do not take.
+is: an operator's call by itself takes longer than a kernel does for one token.
+
+The functions return None, and PyTorch does it, for tensors or shapes that the kernels do not take, and wherever
+something watches or transforms what is computed (tracing, torch.func, forward-mode AD, dispatch modes): it would see
+nothing.
 """
 
 from collections.abc import Callable
@@ -29,10 +32,31 @@ from kdn.ops.operators import like, sequence_count, wants_gradient
 WIDEST = 16  # tokens of a convolution that the kernel takes
 
 
+def _takes(*tensors: Tensor | None) -> bool:
+    """Whether the kernels may read and write these tensors' memory."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and watched():
+        return False
+    given = [x for x in tensors if x is not None]
+    if not served(*given) or any(x.device.type != "cpu" for x in given):
+        return False
+    if compiling:
+        return True
+    return all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() for x in given)
+
+
+def watched() -> bool:
+    """Whether something other than autograd follows what is computed."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def _plain(*tensors: Tensor | None) -> bool:
-    """No autograd, no graph, and tensors that hold numbers (those of a FakeTensorMode do not)."""
-    ordinary = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    return ordinary and not (wants_gradient(*tensors) or torch.compiler.is_compiling())
+    return not (wants_gradient(*tensors) or torch.compiler.is_compiling())
 
 
 def _operator(
@@ -124,7 +148,7 @@ def _convolution_backward(
     d_history = torch.empty(0 if history is None else history.shape, dtype=torch.float32)
     a.d_history = None if history is None else to.plain(d_history)
     call("kdn_conv_backward", a)
-    d_history = d_history if history is None else d_history.to(history.dtype)
+    d_history = x.new_empty(0) if history is None else d_history.to(history.dtype)
     return d_x, d_weight.sum(0).t().to(weight.dtype).contiguous(), d_history
 
 
@@ -141,7 +165,12 @@ def short_convolution(
     activation: bool,
     eps: float,
 ) -> Tensor | None:
-    if not served(x, weight, history) or weight.shape[1] > WIDEST:
+    channels, width = weight.shape
+    before = (sequence_count(x, cu_seqlens), width - 1, channels)
+    fits = channels == x.shape[2] * x.shape[3] and (history is None or history.shape == before)
+    if cu_seqlens is not None:
+        fits = fits and x.shape[0] == 1
+    if not _takes(x, weight, history) or not fits or width > WIDEST:
         return None
     function = _convolution if _plain(x, weight, history) else _convolve
     y: Tensor = function(x, weight, history, cu_seqlens, activation, eps)
@@ -182,7 +211,8 @@ _decayed = _operator(
 
 
 def softplus_decay(f: Tensor, rate: Tensor, bias: Tensor) -> Tensor | None:
-    if not served(f, rate, bias):
+    fits = rate.shape == f.shape[2:3] and bias.numel() == f.shape[2] * f.shape[3]
+    if not _takes(f, rate, bias) or not fits:
         return None
     y: Tensor = (_decay if _plain(f, rate, bias) else _decayed)(f, rate, bias)
     return y
@@ -246,7 +276,8 @@ _read = _operator(
 def rms_norm(
     x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool, dtype: torch.dtype
 ) -> Tensor | None:
-    if not served(x, weight, gate) or dtype not in (torch.float32, torch.bfloat16):
+    fits = weight.shape == x.shape[3:] and (gate is None or gate.shape == x.shape)
+    if not _takes(x, weight, gate) or not fits or dtype not in (torch.float32, torch.bfloat16):
         return None
     y: Tensor = (_read_out if _plain(x, weight, gate) else _read)(x, weight, gate, eps, silu, dtype)
     return y
@@ -283,7 +314,7 @@ _swiglu_operator = _operator(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
-    if not served(gate, up):
+    if not _takes(gate, up) or gate.shape != up.shape:
         return None
     y: Tensor = (_swiglu if _plain(gate, up) else _swiglu_operator)(gate, up)
     return y
@@ -293,8 +324,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
 
 
 def linear_of_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    ordinary = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
-    if not ordinary or not served(x) or weight.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
+    rows, n = weight.shape
+    one = x.dtype is weight.dtype and x.shape[-1] == n == x.numel() and weight.stride(1) == 1
+    if bias is not None:
+        one = one and bias.dtype is x.dtype and bias.shape == (rows,) and bias.is_contiguous()
+    if not one or not _takes(x, weight, bias):
         return None
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     matrix_vector(weight, x if x.is_contiguous() else x.contiguous(), bias, y)
@@ -327,7 +361,10 @@ _softmax_loss.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0],
 
 
 def softmax_loss_(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor | None:
-    if not served(logits) or not logits.is_contiguous():  # a copy would take the gradient
+    fits = (
+        labels.shape == logits.shape[:1] and not labels.is_floating_point() and labels.device == logits.device
+    )
+    if not _takes(logits) or not fits or not logits.is_contiguous():  # a copy would take the gradient
         return None
     loss: Tensor = _softmax_loss(logits, labels, gradient)
     return loss
