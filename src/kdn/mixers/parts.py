@@ -24,7 +24,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if (
             not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()  # which must not be asked for x's numbers
+            and not torch.compiler.is_compiling()  # a graph's sizes may be unknown,
+            and torch._C._get_tracing_state() is None  # and a trace would take the answer for a constant
             and x.numel() == self.in_features
             and x.is_cpu
             and not torch.is_autocast_enabled("cpu")

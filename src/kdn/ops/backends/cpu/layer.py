@@ -165,12 +165,14 @@ def short_convolution(
     activation: bool,
     eps: float,
 ) -> Tensor | None:
+    if not _takes(x, weight, history):
+        return None
     channels, width = weight.shape
     before = (sequence_count(x, cu_seqlens), width - 1, channels)
     fits = channels == x.shape[2] * x.shape[3] and (history is None or history.shape == before)
     if cu_seqlens is not None:
         fits = fits and x.shape[0] == 1
-    if not _takes(x, weight, history) or not fits or width > WIDEST:
+    if not fits or width > WIDEST:
         return None
     function = _convolution if _plain(x, weight, history) else _convolve
     y: Tensor = function(x, weight, history, cu_seqlens, activation, eps)
@@ -211,8 +213,9 @@ _decayed = _operator(
 
 
 def softplus_decay(f: Tensor, rate: Tensor, bias: Tensor) -> Tensor | None:
-    fits = rate.shape == f.shape[2:3] and bias.numel() == f.shape[2] * f.shape[3]
-    if not _takes(f, rate, bias) or not fits:
+    if not _takes(f, rate, bias):
+        return None
+    if rate.shape != f.shape[2:3] or bias.numel() != f.shape[2] * f.shape[3]:
         return None
     y: Tensor = (_decay if _plain(f, rate, bias) else _decayed)(f, rate, bias)
     return y
@@ -276,8 +279,9 @@ _read = _operator(
 def rms_norm(
     x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, silu: bool, dtype: torch.dtype
 ) -> Tensor | None:
-    fits = weight.shape == x.shape[3:] and (gate is None or gate.shape == x.shape)
-    if not _takes(x, weight, gate) or not fits or dtype not in (torch.float32, torch.bfloat16):
+    if not _takes(x, weight, gate) or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if weight.shape != x.shape[3:] or (gate is not None and gate.shape != x.shape):
         return None
     y: Tensor = (_read_out if _plain(x, weight, gate) else _read)(x, weight, gate, eps, silu, dtype)
     return y
@@ -324,11 +328,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
 
 
 def linear_of_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    if not _takes(x, weight, bias):
+        return None
     rows, n = weight.shape
     one = x.dtype is weight.dtype and x.shape[-1] == n == x.numel() and weight.stride(1) == 1
     if bias is not None:
         one = one and bias.dtype is x.dtype and bias.shape == (rows,) and bias.is_contiguous()
-    if not one or not _takes(x, weight, bias):
+    if not one:
         return None
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     matrix_vector(weight, x if x.is_contiguous() else x.contiguous(), bias, y)
@@ -361,10 +367,9 @@ _softmax_loss.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0],
 
 
 def softmax_loss_(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor | None:
-    fits = (
-        labels.shape == logits.shape[:1] and not labels.is_floating_point() and labels.device == logits.device
-    )
-    if not _takes(logits) or not fits or not logits.is_contiguous():  # a copy would take the gradient
+    if not _takes(logits) or not logits.is_contiguous():  # a copy would take the gradient
+        return None
+    if labels.is_floating_point() or labels.device != logits.device:
         return None
     loss: Tensor = _softmax_loss(logits, labels, gradient)
     return loss
