@@ -50,7 +50,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(
     for attempt in range(10):
         run = server.start(["train", file])
         # Some steps further, so that the run gets on between the kills.
-        further = chance.randint(1, 3)
+        further = chance.randint(1, 2)
         while run.running() and run.said.count("\nstep ") < further:
             time.sleep(0.001)
         while attempt % 2 and run.running() and not list(tmp_path.glob("run/checkpoints/.*.writing")):
@@ -173,11 +173,16 @@ def test_interrupted_it_says_how_to_go_on(
     server: Server, undisturbed: Path, recipe_file: Any, tmp_path: Path
 ) -> None:
     file = recipe_file()
-    run = server.start(["train", file])
-    while "step 7/" not in run.said:
-        time.sleep(0.002)
-    run.kill(2)
-    assert run.wait() == [130]
+    for _ in range(20):
+        run = server.start(["train", file])
+        while "step 7/" not in run.said:
+            time.sleep(0.002)
+        run.kill(2)
+        status = run.wait()
+        if status != [0]:
+            break
+        shutil.rmtree(tmp_path / "run")  # it was done before the signal came: again
+    assert status == [130]
     assert "interrupted: the same command goes on from the newest checkpoint" in run.said
     assert "Traceback" not in run.said
     assert server.run(["train", file])[0] == [0]
@@ -189,11 +194,17 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(
 ) -> None:
     """A file cannot grow beyond a limit, which stands for the disk."""
     file = recipe_file()
-    run = server.start(["train", file])
-    while not (tmp_path / "run/checkpoints/step-00000005").exists():
-        time.sleep(0.002)
-    run.kill()
-    run.wait()
+    for _ in range(20):
+        run = server.start(["train", file])
+        while not list((tmp_path / "run/checkpoints").glob("step-*")):
+            time.sleep(0.002)
+        run.kill()
+        run.wait()
+        whole = [p.name for p in (tmp_path / "run/checkpoints").glob("step-*")]
+        if whole == ["step-00000005"]:
+            break
+        shutil.rmtree(tmp_path / "run")  # it was further before the signal came: again
+    assert whole == ["step-00000005"]
     statuses, said = server.run(["train", file], file_limit=500_000)
     assert statuses == [1] and "Traceback" not in said, said
     assert "a checkpoint could not be written" in said and "File too large" in said
